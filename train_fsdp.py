@@ -16,6 +16,7 @@ from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
+from llm_train_bench.model.lora import apply_lora
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, no_sync, set_exact_values
 from llm_train_bench.parallel.layout import RankLayout
@@ -45,6 +46,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
+        apply_lora(model, work.lora)
         apply_kernels(model, work, run.choose_linear())
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)

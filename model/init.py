@@ -39,7 +39,11 @@ def fill(
 ) -> None:
     """Set or read one whole parameter in place; `name` is its dotted name in the model."""
     *_, module, kind = name.split(".")
-    if weights:
+    if kind == "lora_a":  # as torch.nn.Linear's, and peft's
+        fill_normal(parameter, (3 * parameter.shape[1]) ** -0.5, f"{seed}/{name}")
+    elif kind == "lora_b":
+        parameter.zero_()
+    elif weights:
         read_pretrained(parameter, name, config, weights)
     elif kind in ("bias", "correction", "sinks"):
         parameter.zero_()

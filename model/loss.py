@@ -88,7 +88,9 @@ def in_few_passes(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, vocab_size, dtype, rows, chunk_fn, times, want_grad):
+    def forward(
+        ctx, hidden, weight, labels, vocab_size, dtype, rows, chunk_fn, times, want_grad, learns
+    ):
         low_h = hidden.to(dtype)
         low_w = aligned_weight(weight, dtype) if weight.is_cuda else weight.to(dtype)
         n = hidden.shape[0]
@@ -103,6 +105,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is None:
                 continue
             times(grad, low_w.t(), grad_hidden[part])
+            if not learns:
+                continue
             wide = n > rows or dtype == torch.float16  # several chunks are summed in fp32
             grad_weight = _add_product(
                 grad_weight, grad.t(), low_h[part], torch.float32 if wide else weight.dtype, times
@@ -120,8 +124,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # freed as early as can be
         scale = grad_outputs[0] / ctx.n
         grad_hidden = _scaled(grad_hidden, scale, ctx.dtypes[0])
-        grad_weight = _scaled(grad_weight, scale, ctx.dtypes[1])
-        return grad_hidden, grad_weight, *[None] * 7
+        if grad_weight is not None:
+            grad_weight = _scaled(grad_weight, scale, ctx.dtypes[1])
+        return grad_hidden, grad_weight, *[None] * 8
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -199,9 +204,10 @@ class LinearCrossEntropy(nn.Module):
         dtype = dtype or torch.promote_types(hidden.dtype, weight.dtype)
         want_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         (n, d), V = hidden.shape, weight.shape[0]
-        rows = chunk_rows(n, V, d if want_grad else 0, self.chunk_elements)
+        learns = want_grad and weight.requires_grad
+        rows = chunk_rows(n, V, d if learns else 0, self.chunk_elements)
         with no_autocast(hidden.device):
             return _LinearCrossEntropy.apply(
                 hidden, weight, labels, self.vocab_size, dtype, rows,
-                self.chunk_fn, self.times, want_grad,
+                self.chunk_fn, self.times, want_grad, learns,
             )  # fmt: skip

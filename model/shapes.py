@@ -138,6 +138,28 @@ class Recurrent:
         return self.segments[:3]
 
 
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Adapters of a frozen model."""
+
+    rank: int
+    alpha: float
+    targets: frozenset[str]
+    base_bytes: int
+    """Bytes of a frozen number."""
+    shapes: tuple[tuple[int, str, int, int, int], ...] = ()
+    """By adapted layer: its block, kind, inputs, adapted rows, and fused layers that have an adapter."""
+
+    def __bool__(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def numbers(self) -> int:
+        """Parameters of all adapters."""
+        return sum(self.rank * (n * width + rows) for _, _, width, rows, n in self.shapes)
+
+
 # Of models without them, and false.
+NO_LORA = Lora(0, 0.0, frozenset(), 4)
 NO_EXPERTS, NO_LATENT = Experts(0, 0, 0), Latent(None, 0, 0, 0, 0)
 NO_RECURRENT = Recurrent((), False, 0, 0, 0, 0, 0, 0)

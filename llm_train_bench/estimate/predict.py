@@ -13,7 +13,7 @@ from llm_train_bench.base.hardware import Hardware, accuracy_of, scaled, threads
 from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, adapted, device_of
 from llm_train_bench.estimate.step_events import simulate_step, write_trace
-from llm_train_bench.formulas.flops import flops_per_token
+from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import (
     MemoryEstimate,
     estimate_memory,
@@ -83,7 +83,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     limit = gpu.memory_gib * BYTES_PER_GIB
     speed = estimate_speed(work, gpu, wanted.per_node)
     per_second = batch.tokens_per_step / speed.step_s
-    flops = flops_per_token(work.config, batch.lengths, False, work.pass_type)
+    flops = step_flops_per_token(work, causal=False)
     price = plan.peaks.usd_per_hour or gpu.usd_per_hour
     watts = BUSY * gpu.tdp_w * world
     seconds = wanted.tokens / per_second if wanted.tokens else None

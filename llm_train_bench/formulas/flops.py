@@ -16,9 +16,10 @@ et al. 2024, section 3.3; Dao & Gu 2024, section 6): recurrent_flops_per_token. 
 no useful work and are not counted.
 """
 
+import math
 from collections.abc import Sequence
 
-from llm_train_bench.formulas.parameters import linear_parameters
+from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work
 from llm_train_bench.model.config import ModelConfig
 
@@ -82,6 +83,65 @@ def flops_per_token(
         each = recurrent_flops_per_token(config, lengths, causal)
         forward += len(config.recurrent.layers) * each
     return PASS_FORWARDS[pass_type] * forward
+
+
+def step_flops_per_token(work: Work, causal: bool) -> float:
+    """Useful FLOPs per token of a step as it is: with adapters, without gradients of frozen weights.
+
+    Frozen layers then cost a forward, and the gradient of their input where an adapter comes before;
+    attention and adapters cost as ever.
+    """
+    config, lora = work.config, work.lora
+    lengths, passes = work.batch.lengths, PASS_FORWARDS[work.pass_type]
+    if not lora:
+        return flops_per_token(config, lengths, causal, work.pass_type)
+    forward = flops_per_token(config, lengths, causal, "forward")
+    if passes == 1:
+        return forward + 2 * lora.numbers
+    frozen = 2 * sum(linear_parameters(config).values())
+    whole = 2 * frozen + 3 * (forward - frozen) + 6 * lora.numbers
+    return whole - 2 * _before_adapters(work, causal)
+
+
+def _before_adapters(work: Work, causal: bool) -> float:
+    """Multiply-adds per token of gradients that nobody needs, since no adapter comes before."""
+    config, lora = work.config, work.lora
+    adapters = {(i, kind): lora.rank * n * width for i, kind, width, _, n in lora.shapes}
+    total = 0.0
+
+    def after(layer: int, kind: str, needed: bool) -> bool:
+        """Whether the output of a linear layer needs a gradient, if its input does or not."""
+        nonlocal total
+        if kind in shapes and not needed:
+            total += math.prod(shapes[kind]) + adapters.get((layer, kind), 0)
+        return needed or (layer, kind) in adapters
+
+    for i in work.layers:
+        shapes = config.block_shapes(i)
+        queries = after(i, "q_up", after(i, "q_down", after(i, "q", after(i, "qkv", False))))
+        values = after(i, "kv_up", after(i, "kv_down", False))
+        if not (queries or values):
+            keys = attended_keys(work.batch.lengths, config.windows[i], causal)
+            total += attention_width(config) * keys
+        stream = after(i, "out", queries or values)
+        if not stream:
+            after(i, "router", False)
+            experts = config.expert_shapes(i).values()
+            total += config.experts.per_token * sum(map(math.prod, experts)) if experts else 0
+            stream = after(i, "down", after(i, "up", False))
+            stream |= after(i, "shared_down", after(i, "shared_up", False))
+        if stream:
+            break
+    return total
+
+
+def nemo_lora_flops_per_token(work: Work) -> float:
+    """The same as NeMo Automodel counts it: (2 + adapters / frozen) / 3 of training all, causal.
+
+    Source: nemo_automodel/recipes/llm/benchmark.py of August 2026.
+    """
+    whole = flops_per_token(work.config, work.batch.lengths, True, work.pass_type)
+    return whole * (2 + work.lora.numbers / count_parameters(work.config)) / 3
 
 
 def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool = False) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shapes import NO_LORA, Lora
 
 # The parts of a step, in their order.
 STEP_PARTS = ("data", "forward", "backward", "idle", "optimizer")
@@ -217,6 +218,7 @@ class Work:
     """Whether backward passes make the gradients of biases and norms too (model/fused_backward.py)."""
     offload: bool = False
     """Whether what blocks keep for backward goes to the host."""
+    lora: Lora = NO_LORA
     fp8: Fp8Work = NO_FP8
     ddp: Ddp = NO_DDP
     fsdp: Fsdp = NO_FSDP

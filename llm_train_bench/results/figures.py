@@ -4,7 +4,12 @@ import dataclasses
 import statistics
 from typing import Any
 
-from llm_train_bench.formulas.flops import flops_per_token, recomputed_flops_per_token
+from llm_train_bench.formulas.flops import (
+    flops_per_token,
+    nemo_lora_flops_per_token,
+    recomputed_flops_per_token,
+    step_flops_per_token,
+)
 from llm_train_bench.formulas.parameters import linear_parameters
 from llm_train_bench.formulas.time_statistics import describe
 from llm_train_bench.formulas.work import PASS_FORWARDS, STEP_PARTS, Work
@@ -206,10 +211,11 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
 def fill_flop_metrics(result: Result, work: Work) -> None:
     """FLOPs per token, the rate they ran at, and that rate against the peak, into `result`."""
     m, d, config, batch = result.metrics, result.device, work.config, work.batch
-    palm, causal = (
-        flops_per_token(config, batch.lengths, masked, work.pass_type) for masked in (False, True)
-    )
+    palm, causal = (step_flops_per_token(work, masked) for masked in (False, True))
     fill_flop_rates(result, palm, causal)
+    if work.lora:
+        m.flops_per_token_nemo = nemo_lora_flops_per_token(work)
+        m.mfu_nemo = m.mfu_causal and m.mfu_causal * m.flops_per_token_nemo / causal
     if batch.documents:
         number = sum(count for _, count in batch.documents)
         m.document_length_mean = sum(n * count for n, count in batch.documents) / number

@@ -26,6 +26,8 @@ class Metrics(Strict):
     mfu_causal: float | None = None
     mfu_unpacked: float | None = None
     flops_per_token_unpacked: float | None = None
+    flops_per_token_nemo: float | None = None
+    mfu_nemo: float | None = None
     document_length_mean: float | None = None
     hfu: float | None = None
     hfu_causal: float | None = None

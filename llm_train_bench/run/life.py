@@ -11,7 +11,7 @@ import torch
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.formulas.flops import flops_per_token
+from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.model.onednn import available, faster_linear
 from llm_train_bench.model.operators import taken
 from llm_train_bench.parallel.ranks import Ranks, broken_group, on_main
@@ -50,7 +50,7 @@ class Run(RunRecord):
             ranks,
             plan.schedule.total,
             plan.output,
-            flops_per_token(work.config, work.batch.lengths, False, work.pass_type),
+            step_flops_per_token(work, causal=False),
             work.compiled,
             work.cuda_graphs,
             plan.profile.memory_snapshot,

@@ -228,7 +228,8 @@ def build_step(
     work, log, scaler, fp8 = run.plan.work, run.log, run.scaler, run.fp8
     flags, n_steps = run.plan.optimizer, run.plan.schedule.window_end
     tokens = work.batch.tokens_per_step
-    parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
+    # A walk through gpt2-125m takes 0.4 ms.
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     grads = model.layout.gradients(model) if isinstance(model, HasWeights) else None
     balances = bool(work.config.experts and work.config.experts.correction_rate)
     keeps_gradients = work.cuda_graphs and work.trains

@@ -127,6 +127,11 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
         yield "FP8 was emulated: the figures say nothing of FP8's speed"
     if work.trains and work.config.experts and work.config.experts.aux_loss:
         yield "the balance loss is of each layer, summed; transformers pools them (docs/LAYOUTS.md)"
+    if work.lora:
+        base = "bf16" if work.lora.base_bytes == 2 else "fp32"
+        yield f"LoRA: {work.lora.numbers:,} parameters trained in fp32, all others frozen in {base}"
+    if work.config.recurrent:
+        yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
     if snapshot and device.type == "cpu":
         yield "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"
     if schedule.captured:

@@ -222,6 +222,24 @@ class DataFlags:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraFlags:
+    """Low-rank adapters.
+
+    lora_rank: Freeze the model and train adapters of this rank beside its linear layers (LoRA).
+        --export writes them for peft.
+    lora_alpha: Scale of the adapters, divided by the rank. By default twice the rank.
+    lora_targets: Linear layers that have adapters, by their names in Hugging Face's files, such as
+        q_proj,v_proj. all: all of the blocks, without routers and stacked experts.
+    lora_base: Format of the frozen weights. auto: that of --amp.
+    """
+
+    lora_rank: int | None = flag(None, LEARNT, at_least=1, at_most=4096, headline=True)
+    lora_alpha: float | None = flag(None, LEARNT, above=0, needs="lora_rank")
+    lora_targets: str = flag("all", LEARNT, needs="lora_rank", metavar="NAMES")
+    lora_base: Literal["auto", "bf16", "fp32"] = flag("auto", SPEED, needs="lora_rank")
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerFlags:
     """Optimizer.
 
@@ -411,8 +429,8 @@ class PeakFlags:
 @dataclasses.dataclass(frozen=True)
 class Args(  # dataclasses take fields from the last base first
     PeakFlags, ProfileFlags, PipelineFlags, FsdpFlags, DdpFlags, RankFlags, SaveFlags, OutputFlags,
-    OptimizerFlags, DataFlags, RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags,
-    ModelFlags,
+    OptimizerFlags, LoraFlags, DataFlags, RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags,
+    BatchFlags, ModelFlags,
 ):  # fmt: skip
     """Train a language model for some steps and report its exact speed."""
 

@@ -22,6 +22,8 @@ from llm_train_bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, 
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
+from llm_train_bench.model.hf_names import adapted_rows, hf_names
+from llm_train_bench.model.shapes import Lora
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
@@ -30,6 +32,7 @@ from llm_train_bench.settings.flags import (
     DataFlags,
     Fp8Flags,
     FsdpFlags,
+    LoraFlags,
     OptimizerFlags,
     OutputFlags,
     PeakFlags,
@@ -232,6 +235,8 @@ def make_plan(
     flex = resolve_flex(work, platform)
     linear = resolve_linear(work, args.linear, platform)
     work = dataclasses.replace(work, attention=resolve_attention(work, platform), linear=linear)
+    if args.lora_rank:
+        work = dataclasses.replace(work, lora=resolve_lora(args.part(LoraFlags), work))
     if args.use_fp8:
         fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
         work = dataclasses.replace(work, fp8=fp8)
@@ -466,6 +471,34 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
             "--linear onednn: is for fp32 on a CPU, without --fused-backward; use --device cpu --amp off"
         )
     return name if able else None
+
+
+def resolve_lora(flags: LoraFlags, work: Work) -> Lora:
+    """The adapters; UsageError for a family that cannot have them, and for unknown targets."""
+    config, names = work.config, layer_names(work.config)
+    if config.model_type == "gpt2" or config.output_gate or config.recurrent:
+        raise UsageError(
+            f"--lora-rank: is not implemented for {config.model_type}, whose rows have another order in "
+            "Hugging Face's files"
+        )
+    targets, found, known = frozenset(flags.lora_targets.split(",")), [], set()
+    for i in work.layers:
+        for kind, (_, width) in config.block_shapes(i).items():
+            if kind == "router":
+                continue
+            theirs = hf_names(config, f"blocks.{i}.{names[kind]}.weight")
+            known |= {name.split(".")[-2] for name in theirs}
+            rows = adapted_rows(config, f"blocks.{i}.{names[kind]}", targets)
+            chosen = [n for n, adapted in rows if adapted]
+            if chosen:
+                found.append((i, kind, width, sum(chosen), len(chosen)))
+    if unknown := targets - known - {"all"}:
+        raise UsageError(
+            f"--lora-targets {min(unknown)!r}: there are all, {', '.join(sorted(known))}"
+        )
+    rank, alpha = flags.lora_rank or 0, flags.lora_alpha or 2.0 * (flags.lora_rank or 0)
+    low = flags.lora_base == "bf16" or (flags.lora_base == "auto" and work.amp == "bf16")
+    return Lora(rank, alpha, targets, 2 if low else 4, tuple(found))
 
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:

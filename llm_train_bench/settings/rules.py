@@ -136,6 +136,13 @@ CONTRADICTIONS = (
      lambda a, s: a.pack_lengths is not None and a.data != "synthetic"),
     ("--pack-separator is for token files; give --data FILE, or use --pack-lengths",
      lambda a, s: a.pack_separator is not None and a.data == "synthetic"),
+    ("--lora-rank with --tp, --use-fp8, --fused-backward, --zero1 or train_pp.py is not implemented; "
+     "leave it out",
+     lambda a, s: a.lora_rank and (a.tp > 1 or a.use_fp8 or a.fused_backward or a.zero1
+                                   or s is Script.PP)),
+    ("--lora-rank with --amp fp16: use --amp bf16", lambda a, s: a.lora_rank and a.amp == "fp16"),
+    ("--lora-base bf16 with --amp off: the matmuls would be in two formats; use fp32",
+     lambda a, s: a.lora_rank and a.amp == "off" and a.lora_base == "bf16"),
     ("--zero1 needs --pass-type step: nothing else has an optimizer",
      lambda a, s: a.zero1 and a.pass_type != "step"),
     ("--zero1 does not work with --amp fp16 or --use-fp8; use train_fsdp.py",

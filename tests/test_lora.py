@@ -1,0 +1,141 @@
+"""Low-rank adapters against peft: loss, every gradient, the files; counts, layouts, refusals."""
+
+import json
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.formulas.flops import nemo_lora_flops_per_token, step_flops_per_token
+from llm_train_bench.formulas.parameters import count_parameters
+from llm_train_bench.model.hf import check_pretrained, save_pretrained
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.lora import adapters_of, apply_lora
+from llm_train_bench.model.shapes import Lora
+from llm_train_bench.model.transformer import Transformer
+from tests.helpers import FAMILIES, config, plan_of, trained, words
+from tests.test_parity import reference, some_tokens
+
+T, CPU = 24, torch.device("cpu")
+FAMILIES_WITH = (
+    "llama qwen2 qwen3 mistral phi3 gemma3_text olmo3 deepseek_v3 glm4_moe gpt_oss".split()
+)
+
+
+def adapted(family, targets, weights=None, rank=4, alpha=6.0):
+    """Our model with adapters, whose second halves are no longer zero."""
+    lora = Lora(rank, alpha, frozenset(targets.split(",")), 4)
+    with torch.device("meta"):
+        model = Transformer(config(family), T)
+    apply_lora(model, lora)
+    materialize(model, CPU, 0, weights)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("targets", ["all", "q_proj,v_proj"])
+@pytest.mark.parametrize("family", FAMILIES_WITH)
+def test_loss_and_gradients_are_those_of_peft(family, targets, tmp_path):
+    """peft opens what we write; transformers' model with it has our loss and our gradients."""
+    if family in ("phi3", "deepseek_v3") and targets != "all":
+        targets = {"phi3": "qkv_proj", "deepseek_v3": "q_b_proj,kv_a_proj_with_mqa"}[family]
+    theirs = reference(FAMILIES[family])
+    theirs.save_pretrained(tmp_path / "base")
+    model = adapted(family, targets, check_pretrained(config(family), tmp_path / "base"))
+    save_pretrained(model, tmp_path / "adapters")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters", is_trainable=True)
+    tokens = some_tokens(3, T + 1)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    logits = theirs(tokens[:, :-1]).logits
+    their_loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-5)
+    loss.backward()
+    their_loss.backward()
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(n.endswith(("lora_a", "lora_b")) for n in trained)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(parameter.grad)
+        assert parameter.requires_grad or parameter.grad is None
+    found = {
+        name.replace(".default", ""): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
+    torch.testing.assert_close(dict(adapters_of(model)), found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("targets", ["all", "o_proj"])
+def test_flops_are_those_that_torch_counts(family, targets, monkeypatch):
+    from llm_train_bench.model.experts import Stacked
+
+    monkeypatch.setattr(
+        Stacked, "forward", lambda self, rows, counts: F.linear(rows, self.weight[0])
+    )
+    length = 6  # below every window
+    flags = words("x.json --seq-len", length, "--lora-rank 4 --lora-targets", targets)
+    shape = config(family, sliding_window=None) if family == "mistral" else config(family)
+    work = plan_of(flags, config=shape).work
+    with torch.device("meta"):
+        model = Transformer(shape, length)
+        apply_lora(model, work.lora)
+        ids = torch.zeros(2, length, dtype=torch.int64)
+        model.float()
+    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert numbers == work.lora.numbers
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).backward()
+    assert counter.get_total_flops() / ids.numel() == step_flops_per_token(work, causal=False)
+    share = numbers / count_parameters(shape)
+    full = plan_of(words("x.json --seq-len", length), config=shape).work
+    expected = step_flops_per_token(full, True) * (2 + share) / 3
+    assert nemo_lora_flops_per_token(work) == pytest.approx(expected)
+
+
+RUN = "--device cpu --seq-len 24 --bsz 2 --n-steps 3 --warmup-steps 1 --lora-rank 4".split()
+
+
+@pytest.mark.parametrize(
+    "flags", ["--amp off", "--amp bf16", "--amp bf16 --lora-base fp32 --sac-freq 1/1"]
+)
+def test_a_run_trains_adapters_alone_and_exports_them(flags, tmp_path):
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(FAMILIES["llama"]))
+    run = trained(tmp_path / "runs", path, RUN, flags, "--export --lr 1e-2 --lr-warmup-steps 0")
+    m, (note,) = run["metrics"], [n for n in run["notes"] if n.startswith("LoRA")]
+    base = "bf16" if flags == "--amp bf16" else "fp32"
+    assert f"trained in fp32, all others frozen in {base}" in note
+    assert m["final_loss"] < m["first_loss"] + 0.2 and m["flops_per_token_nemo"]
+    (export,) = (tmp_path / "runs").glob("*/export")
+    tensors = load_file(export / "adapter_model.safetensors")
+    assert any(t.abs().max() > 0 for n, t in tensors.items() if "lora_B" in n)
+    theirs = peft.PeftModel.from_pretrained(reference(FAMILIES["llama"]), export)
+    assert sum("lora_A" in n for n, _ in theirs.named_parameters()) == len(tensors) // 2
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "message"),
+    [
+        (
+            "llama",
+            "--lora-targets q_proj,nothing",
+            "--lora-targets 'nothing': there are all, down_proj",
+        ),
+        ("gpt2", "", "is not implemented for gpt2"),
+        ("qwen3_next", "", "is not implemented for qwen3_next"),
+        ("llama", "--amp fp16", "--amp bf16"),
+        ("llama", "--amp off --lora-base bf16", "two formats"),
+        ("llama", "--use-fp8", "not implemented"),
+    ],
+)
+def test_what_does_not_work_with_adapters(family, flags, message):
+    with pytest.raises(UsageError, match=message):
+        plan_of(words("x.json --lora-rank 4", flags), config=config(family))
