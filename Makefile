@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-newest test-track site-test docs records pictures lint bytes faults fuzz mutants bench gpu-machine gpu-exact gpu-facts \
+.PHONY: demo test parity layouts test-cells test-oldest test-newest test-track site-test docs records pictures lint bytes faults fuzz mutants bench gpu-machine gpu-exact gpu-facts \
   gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test cluster-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -52,6 +52,10 @@ records: $(READY)
 # The README's pictures, from real runs on the CPU; needs Chromium. Three minutes.
 pictures: $(READY)
 	$(BIN)/python docs/pictures.py
+
+# Every family against transformers: logits, loss, gradients, files; and its layouts (docs/MODELS.md).
+parity: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.test_parity
 
 # Fault injection into checkpoints, up to 90 minutes; in parts: PART="kills chains" COUNT=100.
 faults: $(READY)

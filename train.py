@@ -31,12 +31,11 @@ from llm_train_bench.settings.plan import Plan
 
 def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     """One run; what is wrong with the input shows before anything is written."""
-    work, files, n_steps = plan.work, plan.data, plan.schedule.total
+    work, files = plan.work, plan.data
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed)  # dropout; parameters and data have separate generators
     kernel = select_attention(work, plan.flex, device)
-    sizes = work.config.vocab_size, work.batch, n_steps
-    data, val_data = open_data(files, *sizes, device, plan.packing)
+    data, val_data = open_data(plan, device)
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced)
     fp8 = apply_fp8(model, work, device)

@@ -30,13 +30,12 @@ from llm_train_bench.settings.plan import Plan
 
 def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     """One run from arguments to result.json, as one of several ranks."""
-    work, files, n_steps = plan.work, plan.data, plan.schedule.total
+    work, files = plan.work, plan.data
     layout = ReplicaLayout()
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
     kernel = select_attention(work, plan.flex, device)
-    sizes = work.config.vocab_size, work.batch, n_steps
-    data, val_data = open_data(files, *sizes, device, plan.packing)
+    data, val_data = open_data(plan, device)
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)

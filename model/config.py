@@ -217,6 +217,10 @@ class ModelConfig:
             left_out = field.name in ("raw", "unknown_keys", "path")
             if left_out or getattr(self, field.name) == field.default:
                 del shape[field.name]
+        # Fields of later versions do not change a model's hash.
+        for name in ("gated", "latent", "shared_gate") if self.experts else ():
+            if getattr(self.experts, name) == getattr(NO_EXPERTS, name):
+                del shape["experts"][name]
         return shape | {"windows": list(self.windows)}
 
 

@@ -164,8 +164,11 @@ def row_counts(config: ModelConfig, name: str, names: list[str]) -> list[int]:
 def adapted_rows(config: ModelConfig, name: str, targets: frozenset[str]) -> list[tuple[int, bool]]:
     """Rows of the layers that `name` fuses, and which of them are targets; none if no one is.
 
-    A target is the last part of a layer's name in Hugging Face's files, such as q_proj; `all` are all.
+    A target is the last part of a layer's name in Hugging Face's files, such as q_proj; `all` are all. In
+    models with experts they are of attention alone: peft takes the names of MLPs there for experts.
     """
+    if config.experts and ".mlp." in name:
+        return []
     names = hf_names(config, f"{name}.weight")
     wanted = [bool(targets & {"all", hf.split(".")[-2]}) for hf in names]
     return [*zip(row_counts(config, name, names), wanted, strict=True)] if any(wanted) else []

@@ -1,7 +1,6 @@
 """Low-rank adapters of frozen linear layers (LoRA; Hu et al. 2021), as peft has them."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,11 +88,8 @@ def save_adapters(model: HasWeights, directory: Path, write: bool = True) -> Non
         return
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    # A pattern of whole names: of a list peft takes gate_proj for a part of stacked experts.
-    layers = {key.split(".lora_")[0].split(".", 5)[5] for key in tensors}
-    layers = "|".join(sorted(map(re.escape, layers)))
+    layers = {key.split(".lora_")[0].split(".")[-1] for key in tensors}
     settings = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", lora_dropout=0.0)
     settings |= dict(r=model.lora.rank, lora_alpha=model.lora.alpha, inference_mode=False)
-    settings |= dict(target_modules=rf"model\.layers\.\d+\.(?:{layers})")
-    settings["base_model_name_or_path"] = model.config.name
+    settings |= dict(target_modules=sorted(layers), base_model_name_or_path=model.config.name)
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")

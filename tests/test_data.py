@@ -13,9 +13,10 @@ from llm_train_bench.apply import data
 from llm_train_bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import open_tokens, write_tokens
-from llm_train_bench.settings.flags import BatchFlags, DataFlags
+from llm_train_bench.settings.flags import BatchFlags
 from llm_train_bench.settings.plan import Schedule, resolve_batch
-from tests.helpers import only_result, train_main, words
+from tests.helpers import config, only_result, train_main, words
+from tests.helpers import plan_of as plan_for
 
 CPU = torch.device("cpu")
 
@@ -257,8 +258,9 @@ def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, refused):
 @pytest.mark.parametrize(("windows", "batches"), [(40, 5), (1000, 8), (3, 1)])
 def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
-    flags = DataFlags(val_data=str(tmp_path / "val.bin"))
-    _, (_, firsts) = data.open_data(flags, 50, resolve_batch(BatchFlags(bsz=8), 4, 1), 10, CPU)
+    flags = words("x --bsz 8 --seq-len 4 --n-steps 10 --val-data", tmp_path / "val.bin")
+    plan = plan_for(flags, config=config("llama", vocab_size=50, pad_token_id=None))
+    _, (_, firsts) = data.open_data(plan, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]
 
 

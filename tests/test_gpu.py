@@ -24,8 +24,9 @@ from llm_train_bench.apply.fp8.choose import apply_fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.init import materialize
-from llm_train_bench.model.layers import attend, window_mask
+from llm_train_bench.model.layers import attend, block_mask
 from llm_train_bench.model.loss import _add_product, adds_wide
+from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
@@ -194,27 +195,42 @@ def test_window_by_flex_and_by_mask_train_alike(tmp_path):
     values |= {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "sliding_window": 96}
     values |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
     argv = [write_config(tmp_path, values), *FLAGS]
-    mask, *others = each(tmp_path, argv, "--attention math", "--attention flex", "--pt-compile")
+    mask, *others = each(tmp_path, argv, "--attention flash", "--attention flex", "--pt-compile")
     for other in others:
         assert losses(other) == pytest.approx(losses(mask), rel=1e-2)
 
 
-def test_flex_attention_sees_the_window_and_no_more():
-    """Against the dense mask in plain matmuls: outputs and gradients, forward and backward alike."""
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("window", [None, 96])
+def test_kernels_see_windows_and_documents_and_no_more(window, packs):
+    """FlexAttention, and flash attention in pieces, against fp32 in plain matmuls: all gradients."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = {"q": (2, 8, 256, 64), "k": (2, 2, 256, 64), "v": (2, 2, 256, 64)}
     qkv = [torch.randn(s, device="cuda", generator=generator) for s in shape.values()]
     above = torch.randn(shape["q"], device="cuda", generator=generator)
-    results = []
-    for flex in (False, True):
-        mask = window_mask(256, 96, torch.device("cuda"), flex)
-        inputs = [t.clone().bfloat16().requires_grad_() for t in qkv]
-        with sdpa_kernel(SDPBackend.MATH):
-            out = attend(*inputs, mask, 0.0, None)
-        out.backward(above.bfloat16())
-        results.append([out.detach(), *(t.grad for t in inputs)])
-    for name, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-        assert ((a - b).norm() / a.norm()).item() < 2e-2, name
+    sinks = torch.randn(8, device="cuda", generator=generator)
+    begins = torch.zeros(2, 256, dtype=torch.bool)
+    begins[0, [0, 7, 130]] = begins[1, [0, 128]] = True
+    starts = torch.where(begins, torch.arange(256), 0).cummax(1).values if packs else None
+    seen, flex = Seen(window, starts), block_mask(256, window, starts, torch.device("cuda"))
+    ways = {
+        "plain": lambda q, k, v: attend_in_pieces(q, k, v, seen, None),
+        "pieces": lambda q, k, v: attend_in_pieces(q, k, v, seen, None),
+        "flex": lambda q, k, v: attend(q, k, v, flex, 0.0, None),
+        "plain, sinks": lambda q, k, v: attend_in_pieces(q, k, v, seen, None, sinks),
+        "pieces, sinks": lambda q, k, v: attend_in_pieces(q, k, v, seen, None, sinks),
+    }
+    results = {}
+    for name, way in ways.items():
+        dtype = torch.float32 if name.startswith("plain") else torch.bfloat16
+        inputs = [t.clone().to(dtype).requires_grad_() for t in qkv]
+        out = way(*inputs)
+        out.backward(above.to(dtype))
+        results[name] = [out.detach(), *(t.grad for t in inputs)]
+    for name in ("pieces", "flex", "pieces, sinks"):
+        right = results["plain, sinks" if "sinks" in name else "plain"]
+        for what, a, b in zip(("out", "dq", "dk", "dv"), right, results[name], strict=True):
+            assert ((a - b).norm() / a.norm()).item() < 2e-2, (name, what)
 
 
 def test_groups_in_fp32_run_in_a_fused_kernel():

@@ -13,7 +13,6 @@ from torch.backends import cuda, mkldnn
 
 import compare
 import train
-from llm_train_bench.apply.attention import _inputs
 from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.run import profiling
 from llm_train_bench.run.profiling import observed_in
@@ -205,11 +204,11 @@ def test_looking_changes_nothing_that_is_saved_exported_validated_or_reported(tm
     ("family", "length", "cp", "masked"),
     [("llama", 64, 8, True), ("llama", 64, 2, False), ("mistral", 32, 1, True), ("gpt_oss", 4, 1, True)],
 )  # fmt: skip
-def test_the_probe_has_a_mask_where_the_model_has_one(family, length, cp, masked):
-    """Gathered keys where heads do not divide; a window; sinks. Flash cannot run a mask."""
+def test_pieces_are_for_what_is_not_plainly_causal(family, length, cp, masked):
+    """Gathered keys where heads do not divide; a window; sinks."""
     argv = ["x", "--seq-len", length, "--cp", cp]
     plan = plan_of(argv, "train_fsdp.py", 8, "cpu", config(family))
-    assert (_inputs(plan.work, 16, torch.device("cpu"))[3] is not None) is masked
+    assert plan.work.masked is masked
 
 
 def test_kernels_of_gpus_are_known_by_operators_and_by_names():

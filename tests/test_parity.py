@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from llm_train_bench.apply.data import SyntheticTokens
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
 from llm_train_bench.model.init import materialize
@@ -21,7 +24,7 @@ from llm_train_bench.model.layers import apply_rope
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
 from tests.faults import SHAPE, assert_equal
-from tests.helpers import FAMILIES, config, only_result, plan_of, run_train, write_config
+from tests.helpers import FAMILIES, config, only_result, plan_of, run_train, words, write_config
 
 T = 24
 CPU = torch.device("cpu")
@@ -320,3 +323,58 @@ def test_padding_rows_change_no_other_value():
     plain, padded = (built(parse_config(odd, "odd.json", rows)) for rows in (1, 64))
     assert padded.embed.weight.shape[0] == 64 and not padded.embed.weight[31:].any()
     assert torch.equal(padded.embed.weight[:31], plain.embed.weight)
+
+
+LAYOUTS = {"tp": "--tp 2", "cp": "--cp 2", "ep": "--ep 2", "pp": "--pp 2"}
+
+
+def layouts_of(family: str) -> str:
+    """The layouts that a config of these heads can have, as the plan says."""
+    values, able = FAMILIES[family] | LARGER.get(family, {}), []
+    for name, flags in LAYOUTS.items():
+        script = "train_pp.py" if name == "pp" else "train_fsdp.py"
+        argv = words("x.json --device cpu --amp off --seq-len 64", flags)
+        with contextlib.suppress(UsageError):
+            plan_of(argv, script, 4, "cpu", parse_config(values, "x.json"))
+            able.append(name)
+    return ", ".join(able)
+
+
+# Heads that divide by two where a family's smallest config has others.
+LARGER = {name: dict(num_local_experts=4) for name in ("mixtral", "granitemoehybrid")}
+
+
+def table(directory) -> None:
+    """The table of docs/MODELS.md: the largest differences from transformers, and the layouts."""
+    print(
+        "| family | logits | loss | gradients | written and read | layouts |\n|---|--:|--:|--:|---|---|"
+    )
+    for family in FAMILIES:
+        theirs = reference(FAMILIES[family])
+        ours = copied(theirs, config(family), directory / family)
+        tokens = some_tokens(3, T + 1)
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        their_logits, loss = theirs(inputs).logits, ours(inputs, labels)
+        their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
+        far = [(ours(inputs) - their_logits).abs().max().item(), (loss - their_loss).abs().item()]
+        loss.backward()
+        their_loss.backward()
+        kept = {n: p.grad for n, p in theirs.named_parameters()}
+        right = revert_weight_conversion(theirs, kept)
+        for name, p in ours.named_parameters():
+            for hf, part in to_hf(ours.config, name, p.grad) if p.requires_grad else ():
+                relative = (part - right[hf]).norm() / right[hf].norm().clamp(min=1e-12)
+                far[2:] = [max([*far[2:], relative.item()])]
+        save_pretrained(ours, directory / "again")
+        rename(
+            directory / "again", FAMILIES[family]["model_type"].replace("kimi_k2", "deepseek_v3")
+        )
+        again = type(theirs).from_pretrained(directory / "again").state_dict()
+        same = all(torch.equal(again[name], value) for name, value in theirs.state_dict().items())
+        figures = " | ".join(f"{x:.0e}" for x in far)
+        print(f"| `{family}` | {figures} | {'✓' if same else '✗'} | {layouts_of(family)} |")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        table(Path(place))

@@ -21,8 +21,7 @@ from llm_train_bench.base.token_files import Windows, open_tokens
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.model.layout import Documents
 from llm_train_bench.model.loss import MASKED
-from llm_train_bench.settings.flags import DataFlags
-from llm_train_bench.settings.plan import Schedule
+from llm_train_bench.settings.plan import Plan, Schedule
 
 
 class SyntheticTokens:
@@ -130,18 +129,13 @@ Validation = tuple[FileTokens, range]
 VAL_BATCHES = 8  # micro batches of a validation loss
 
 
-def open_data(
-    flags: DataFlags,
-    vocab_size: int,
-    batch: Batch,
-    n_steps: int,
-    device: torch.device,
-    packing: Packing | None = None,
-) -> tuple[Source, Validation | None]:
+def open_data(plan: Plan, device: torch.device) -> tuple[Source, Validation | None]:
     """Training data and, if asked for, validation data; UsageError if one cannot serve the run.
 
-    `packing` are the documents of the training data; validation data then are packed likewise.
+    If the training data are packed documents, the validation data are too.
     """
+    flags, batch, packing = plan.data, plan.work.batch, plan.packing
+    vocab_size, n_steps = plan.work.config.vocab_size, plan.schedule.total
     bsz, seq_len = batch.micro_batch, batch.seq_len
     if flags.data == "synthetic":
         source = SyntheticTokens(vocab_size, bsz, seq_len, flags.seed, device)

@@ -240,6 +240,13 @@ def _private(key: str, value: Any) -> bool:
     return key.startswith("_") or not re.fullmatch(r"\w{1,60}", key, re.ASCII) or text
 
 
+# Flags that the first shared results do not have; a later one may leave them out at their defaults.
+LATER_FLAGS = frozenset(
+    """pack pack_lengths pack_separator offload_activations lora_rank lora_alpha lora_targets
+    lora_base""".split()
+)
+
+
 def _args(r: Result, model: str) -> dict[str, Any]:
     """The flags; those that only say where something is written have their defaults."""
     if not r.ours:
@@ -252,8 +259,13 @@ def _args(r: Result, model: str) -> dict[str, Any]:
                 if v is None or isinstance(v, str | int | float)}  # fmt: skip
     args = dict(defaults(Args))
     for name in args.keys() - of_kind(OUTPUT):
+        if name in LATER_FLAGS and name not in r.args:
+            del args[name]
+            continue
         if name not in r.args:
             raise Refused(f"args.{name} is missing")
+        if name in ("pack", "lora_rank") and r.args[name]:
+            raise Refused(f"args.{name}: its FLOPs cannot be derived from the file")
         args[name] = r.args[name]
     args |= {name: "file" for name in ("data", "val_data", "init_from") if args[name] not in
              ("synthetic", None)}  # fmt: skip

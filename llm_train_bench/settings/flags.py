@@ -229,7 +229,7 @@ class LoraFlags:
         --export writes them for peft.
     lora_alpha: Scale of the adapters, divided by the rank. By default twice the rank.
     lora_targets: Linear layers that have adapters, by their names in Hugging Face's files, such as
-        q_proj,v_proj. all: all of the blocks, without routers and stacked experts.
+        q_proj,v_proj. all: all of the blocks; in models with experts, those of attention.
     lora_base: Format of the frozen weights. auto: that of --amp.
     """
 

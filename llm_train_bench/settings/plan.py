@@ -484,7 +484,7 @@ def resolve_lora(flags: LoraFlags, work: Work) -> Lora:
     targets, found, known = frozenset(flags.lora_targets.split(",")), [], set()
     for i in work.layers:
         for kind, (_, width) in config.block_shapes(i).items():
-            if kind == "router":
+            if config.experts and names[kind].startswith("mlp."):
                 continue
             theirs = hf_names(config, f"blocks.{i}.{names[kind]}.weight")
             known |= {name.split(".")[-2] for name in theirs}
