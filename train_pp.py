@@ -35,7 +35,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
     kernel = select_attention(work, plan.flex, device)
-    data, val_data = open_data(plan, device)
+    data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
         model = Pipeline(work, plan.flex, layout)
     weights = check_pretrained(work.config, files.init_from)

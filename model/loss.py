@@ -40,13 +40,17 @@ def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+def logits_loss(
+    logits: Tensor, labels: Tensor, vocab_size: int, masks: bool = False
+) -> tuple[Tensor, Tensor]:
     """Losses (n,) in fp32, and softmax minus one-hot in the shape and dtype of the logits.
 
-    Both are 0 where a label is below 0. Columns from `vocab_size` on are padding and get no probability.
-    The logits may be overwritten.
+    With `masks` both are 0 where a label is below 0. Columns from `vocab_size` on are padding and get no
+    probability. The logits may be overwritten.
     """
-    masked, target = labels[:, None] < 0, labels[:, None].clamp(min=0)
+    target, masked = labels[:, None], None
+    if masks:
+        masked, target = target < 0, target.clamp(min=0)
     padded = logits.shape[1] > vocab_size
     if torch.compiler.is_compiling():
         # One fused kernel; a scatter would split it in two.
@@ -55,20 +59,22 @@ def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor
         if padded:
             wide = wide.masked_fill(column >= vocab_size, float("-inf"))
         log_z = wide.logsumexp(dim=-1, keepdim=True)
-        loss = (log_z - wide.gather(1, target)).masked_fill(masked, 0.0).squeeze(1)
-        grad = ((wide - log_z).exp() - (column == target).float()).masked_fill(masked, 0.0)
-        return loss, grad.to(logits.dtype)
+        loss = log_z - wide.gather(1, target)
+        grad = (wide - log_z).exp() - (column == target).float()
+        if masked is not None:
+            loss, grad = loss.masked_fill(masked, 0.0), grad.masked_fill(masked, 0.0)
+        return loss.squeeze(1), grad.to(logits.dtype)
     if padded:
         logits[:, vocab_size:] = float("-inf")
     return in_few_passes(logits, logits, target, masked, converts=logits.is_cuda)
 
 
 def in_few_passes(
-    logits: Tensor, low: Tensor, target: Tensor, masked: Tensor, converts: bool
+    logits: Tensor, low: Tensor, target: Tensor, masked: Tensor | None, converts: bool
 ) -> tuple[Tensor, Tensor]:
     """Losses (n,) of (n, V) logits for (n, 1) labels, and softmax minus one-hot, written to `low`.
 
-    Both are 0 where `masked` (n, 1).
+    Both are 0 where `masked` (n, 1), if there is one.
 
     `low` may be the logits' own memory. At most one fp32 copy of the logits is used (logsumexp and
     softmax use two). With `converts` the kernels convert as they read and write, as a GPU's do; on
@@ -80,10 +86,12 @@ def in_few_passes(
     grad = torch.sub(wide, highest, out=wide if wide.dtype == torch.float32 else None).exp_()
     z = grad.sum(dim=-1, keepdim=True)
     grad.scatter_add_(1, target, -z)
-    loss = (z.log() - at_target).masked_fill_(masked, 0.0).squeeze(1)
-    z.masked_fill_(masked, float("inf"))
+    loss = z.log() - at_target
+    if masked is not None:
+        loss.masked_fill_(masked, 0.0)
+        z.masked_fill_(masked, float("inf"))
     low = torch.div(grad, z, out=low) if converts else low.copy_(grad.div_(z))
-    return loss, low
+    return loss.squeeze(1), low
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -191,12 +199,13 @@ class LinearCrossEntropy(nn.Module):
         self.vocab_size = vocab_size
         self.chunk_elements = chunk_elements
         self.chunk_fn = logits_loss
+        self.masks = False
         self.times: Times = plain_times
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(N, d) hidden states, (V, d) weight and (N,) int64 labels to a scalar in fp32.
 
-        It is the mean over all N, of which those with a label below 0 count 0.
+        It is the mean over all N. If the module `masks`, those with a label below 0 count 0.
 
         Under autocast the matmuls run in its dtype; softmax and sums are always fp32.
         """
@@ -209,5 +218,6 @@ class LinearCrossEntropy(nn.Module):
         with no_autocast(hidden.device):
             return _LinearCrossEntropy.apply(
                 hidden, weight, labels, self.vocab_size, dtype, rows,
-                self.chunk_fn, self.times, want_grad, learns,
+                functools.partial(self.chunk_fn, masks=True) if self.masks else self.chunk_fn,
+                self.times, want_grad, learns,
             )  # fmt: skip

@@ -240,6 +240,7 @@ class Transformer(HasWeights):
         if labels is None:
             return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
         labels = labels if places.own is None else labels[:, places.own]
+        self.loss.masks = documents is not None
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
 
     def embed_tokens(self, tokens: Tensor, own: Tensor | None, inside: Tensor | None) -> Tensor:

@@ -178,9 +178,9 @@ def compile_errors_named(where: str) -> Iterator[None]:
 def _named(compiled: Callable[..., Any], where: str) -> Callable[..., Any]:
     """The compiled function; its compile errors name the part of the model."""
 
-    def forward(*args):  # in every step: no context manager here
+    def forward(*args, **options):  # in every step: no context manager here
         try:
-            return compiled(*args)
+            return compiled(*args, **options)
         except _compiler_errors() as error:
             raise compile_error(error, where) from error
 

@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader, Dataset
 from llm_train_bench.base.documents import Packing, make_packing, starts_of
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import Windows, open_tokens
-from llm_train_bench.formulas.work import Batch
+from llm_train_bench.formulas.work import Batch, Work
 from llm_train_bench.model.layout import Documents
 from llm_train_bench.model.loss import MASKED
-from llm_train_bench.settings.plan import Plan, Schedule
+from llm_train_bench.settings.flags import DataFlags
+from llm_train_bench.settings.plan import Schedule
 
 
 class SyntheticTokens:
@@ -129,13 +130,18 @@ Validation = tuple[FileTokens, range]
 VAL_BATCHES = 8  # micro batches of a validation loss
 
 
-def open_data(plan: Plan, device: torch.device) -> tuple[Source, Validation | None]:
+def open_data(
+    flags: DataFlags,
+    work: Work,
+    n_steps: int,
+    device: torch.device,
+    packing: Packing | None = None,
+) -> tuple[Source, Validation | None]:
     """Training data and, if asked for, validation data; UsageError if one cannot serve the run.
 
-    If the training data are packed documents, the validation data are too.
+    `packing` are the documents of the training data; validation data then are packed likewise.
     """
-    flags, batch, packing = plan.data, plan.work.batch, plan.packing
-    vocab_size, n_steps = plan.work.config.vocab_size, plan.schedule.total
+    batch, vocab_size = work.batch, work.config.vocab_size
     bsz, seq_len = batch.micro_batch, batch.seq_len
     if flags.data == "synthetic":
         source = SyntheticTokens(vocab_size, bsz, seq_len, flags.seed, device)
