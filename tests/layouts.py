@@ -112,6 +112,7 @@ class Case:
 
 
 PACK = "--pack --pack-lengths 9,0.8"
+LORA = "--lora-rank 4 --lora-alpha 64"
 CASES = {
     "tp2": Case(2, "qwen3", "--tp 2"),
     "tp2-biases": Case(2, "gpt2", "--tp 2 --sac-freq 1/1"),
@@ -192,6 +193,10 @@ CASES = {
     "cp8-gather-olmo3": Case(8, "olmo3", f"--cp 8 {PACK}"),
     "tp2-ministral3": Case(2, "ministral3", "--tp 2 --sac-freq 1/1"),
     "pp2-seed-oss": Case(2, "seed-oss", "--pp 2"),
+    "dp2-lora": Case(2, "qwen3", f"{LORA} --sac-freq 1/1"),
+    "hsdp2x2-lora": Case(4, "qwen3", f"--dp-replicate 2 {LORA}"),
+    "cp2-lora-compiled": Case(2, "qwen3", f"--cp 2 --pt-compile {LORA}", True),
+    "cp2-lora": Case(2, "qwen3", f"--cp 2 {LORA}"),
     "dp2-offload": Case(2, "qwen3", "--offload-activations"),
     "dp2-offload-compiled": Case(2, "gpt2", "--offload-activations --pt-compile", True),
     "tp2-cp2-offload-sac": Case(
@@ -340,7 +345,7 @@ def compare(name: str, out: Path) -> Difference:
     # A balance loss is of one micro batch.
     micro = case.size("--grad-acc-steps") if MODELS[case.model].get("output_router_logits") else 1
     bf16 = "--amp bf16" in case.flags
-    more = "".join(f" {flags}" for flags in ("--amp bf16", PACK) if flags in case.flags)
+    more = "".join(f" {flags}" for flags in ("--amp bf16", PACK, LORA) if flags in case.flags)
     alone, here = reference(case.model, micro, out, more), out / name
     steps = [steps_of(directory) for directory in (alone, here)]
     first = case.first

@@ -33,10 +33,23 @@ class Part(NamedTuple):
 
 def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
     """Bytes that a rank hands to collectives in a step, by kind; `pp_rank`: its pipeline group."""
-    shapes = parameter_shapes(work.config)
+    shapes, adapters = parameter_shapes(work.config), adapter_shapes(work)
+    if work.fsdp:
+        shapes |= adapters
+    elif adapters:
+        shapes = adapters
     if work.fsdp:
         return fsdp_bytes(shapes, work, pp_rank) if work.world > 1 else {}
     return ddp_bytes(shapes, work) if work.ddp else {}
+
+
+def adapter_shapes(work: Work) -> dict[str, tuple[int, ...]]:
+    """The parameters of adapters, by their names in the model."""
+    names, shapes, rank = layer_names(work.config), {}, work.lora.rank
+    for i, kind, width, rows, n in work.lora.shapes:
+        shapes[f"blocks.{i}.{names[kind]}.lora_a"] = (n * rank, width)
+        shapes[f"blocks.{i}.{names[kind]}.lora_b"] = (rows, rank)
+    return shapes
 
 
 def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
@@ -76,7 +89,8 @@ def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int
     width = 4 if exact else work.matmul_bytes
     if part.layer >= 0 and part.name.endswith(in_fp8):
         width = fp8_gather_bytes(work)
-    reduced = part.padded * work.fsdp.reduce_bytes * work.trains
+    learns = not work.lora or part.name.endswith((".lora_a", ".lora_b"))
+    reduced = part.padded * work.fsdp.reduce_bytes * (work.trains and learns)
     replicated = reduced // part.mesh * (work.fsdp.replicas > 1)
     return (
         (round(part.padded * width), reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
@@ -275,7 +289,7 @@ def communication_time(
     if work.world == 1 or not (fsdp or train):
         return 0.0, 0.0
     if not fsdp:
-        moved = ddp_bytes(matrices(parameter_shapes(work.config)), work)
+        moved = ddp_bytes(adapter_shapes(work) or matrices(parameter_shapes(work.config)), work)
         size = moved["all_reduce"]
         bucket = bucket_bytes(work, size)  # each has its latency
         total = size / bucket * collective_time("all_reduce", bucket, work.world, per_node, gpu)

@@ -100,18 +100,20 @@ def estimate_memory(
             parameters, gradients, 0.0, activations, logits, gathered, peak, apart, host
         )
     reduced = sizes.block * (width + fsdp.reduce_bytes) if fsdp else 4.0 * sizes.block
+    learns = not work.lora  # no gradients of weights
+    reduced *= learns
     in_backward = lasting + gathered + kept + sizes.copies
-    in_backward += sizes.vocabulary * width if fsdp else head_gradient
+    in_backward += (sizes.vocabulary * width if fsdp else head_gradient) * learns
     in_backward += _in_backward(work, work.layers, reduced, fused_norm)
     if work.offload and not (several or work.ddp.buckets):
         in_backward += gradients  # elsewhere they grow while what is kept shrinks
     at_end = parameters + optimizer + gradients
     if fsdp:
         # Gradients of embedding and head are reduced together, last of all.
-        at_end += sizes.root * (width + fsdp.reduce_bytes)
-        at_end -= 0.0 if fsdp.cpu_offload else 4 * sizes.root / fsdp.shards
+        at_end += sizes.root * (width + fsdp.reduce_bytes) * learns
+        at_end -= 0.0 if fsdp.cpu_offload else 4 * sizes.root / fsdp.shards * learns
     else:
-        at_end += 4 * sizes.vocabulary  # the embedding's gradient before it is added
+        at_end += 4 * sizes.vocabulary * learns  # the embedding's gradient before it is added
     if work.ddp.mode == "flat":
         at_end = max(at_end, parameters + optimizer + 2 * gradients)
     logits, peak = logits + head_gradient, max(in_loss, in_backward, at_end)
@@ -168,9 +170,12 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
 
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     """Bytes of this rank's parameters, gradients and optimizer state; in fp32, unless it is `theirs`."""
-    theirs, ddp, each = work.theirs, work.ddp, work.theirs.weight_bytes
+    theirs, ddp, each, lora = work.theirs, work.ddp, work.theirs.weight_bytes, work.lora
     moments = {"adamw": 2, "sgd": 1}[work.optimizer] if work.pass_type == "step" else 0
     state = moments * theirs.moment_bytes
+    if lora:  # adapters, in fp32, are all that is learnt
+        learnt = lora.numbers / (work.fsdp.shards if work.fsdp else 1)
+        return lora.base_bytes * sizes.held + 4 * learnt, 4.0 * learnt * work.trains, state * learnt
     gradients = each * sizes.held if work.trains or ddp.buckets else 0.0
     if theirs.zero2:
         return each * sizes.held, gradients / work.world, state * sizes.held / work.world
@@ -213,10 +218,10 @@ class _Sizes:
             ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
             width = fp8_gather_bytes(work) if fp8 and fp8.gathered else self.width
             self.gathered_blocks = width * ahead
-        elif work.amp != "off" and work.theirs.weight_bytes == 4:
+        elif work.amp != "off" and work.theirs.weight_bytes == 4 and work.lora.base_bytes == 4:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
-        width = config.hidden_size if work.trains else 0
+        width = config.hidden_size if work.trains and not work.lora else 0
         rows = chunk_rows(work.own_tokens, config.padded_vocab_size, width, work.chunk_elements)
         self.rows = work.own_tokens if work.theirs.whole_logits else rows
 
@@ -249,6 +254,8 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     copy = w * sizes.vocabulary if padded else 0
     if not work.trains:
         return logits + copy, 0.0
+    if work.lora:
+        return logits + copy, w * work.own_tokens * work.config.hidden_size
     several = work.own_tokens > sizes.rows
     summed = (4 if several or not sizes.root_gathered else w) * sizes.vocabulary
     if several:
@@ -277,6 +284,13 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
         extra += norms * d * (8 - w) * work.own_tokens  # input and product in fp32
     for part in (_attention_kept(work, layer), _mlp_kept(work, layer)):
         numbers, extra = numbers + part[0], extra + part[1]
+    if work.lora:  # only adapters need their inputs; they keep what they map down to
+        adapters = {kind: n for i, kind, _, _, n in work.lora.shapes if i == layer}
+        numbers += work.lora.rank * sum(adapters.values()) * work.gathered_tokens
+        frozen = {"qkv": d, "q": 0, "up": d, "down": config.intermediate_size}
+        shapes = config.block_shapes(layer)
+        unkept = sum(n for k, n in frozen.items() if k in shapes and k not in adapters)
+        numbers -= unkept * work.gathered_tokens
     return w * numbers + extra
 
 

@@ -130,8 +130,15 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
         return PartTime(block, forward, moved), PartTime(0.0, 0.0, 0.0)
     # Recomputing stops before the last matmul, whose output no gradient needs.
     part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0}[policy]
-    return PartTime(block, forward, moved), PartTime(
-        2 * block + (block - last) * part,
+    adapters = sum(
+        matmul_time(work, work.gathered_tokens, n * work.lora.rank, width, False, gpu)
+        + matmul_time(work, work.gathered_tokens, rows, work.lora.rank, False, gpu)
+        for i, _, width, rows, n in work.lora.shapes
+        if i == layer
+    )
+    gradients = 1 if work.lora else 2  # of inputs, and of weights
+    return PartTime(block + adapters, forward, moved), PartTime(
+        gradients * block + 2 * adapters + (block - last) * part,
         backward + forward * (again and policy == "block"),
         moved * (PASS_FORWARDS[work.pass_type] - 1 + again),
     )
@@ -143,7 +150,8 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, False, gpu)
     eager = 26 if work.matmul_bytes == 2 else 32  # bytes a logit of the loss and its gradient
     loss = work.own_tokens * rows * (8 if work.compiled else eager)
-    return PASS_FORWARDS[work.pass_type] * one, loss / gpu.memory_rate
+    passes = PASS_FORWARDS[work.pass_type] - bool(work.lora and work.trains)
+    return passes * one, loss / gpu.memory_rate
 
 
 def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, float, float]:
@@ -160,7 +168,8 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, floa
         matmuls, memory = matmuls + head, memory + loss
     parts = rank_matrices(work.config, work.fsdp, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
-    if not work.fsdp and work.amp != "off" and work.theirs.weight_bytes == 4:
+    whole = work.theirs.weight_bytes == work.lora.base_bytes == 4
+    if not work.fsdp and work.amp != "off" and whole:
         memory += 6 * n / rate  # autocast casts every weight in every forward pass
     if work.fsdp.shards > 1:
         # What a gather brought is copied to where the block's weights lie: read and written.
@@ -169,10 +178,11 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, floa
         twice = sum(math.prod(p.shape) for p in parts if sharded_dimension(p.shape, p.mesh))
         copied = gathers * n + (gathers + work.trains) * twice
         memory += 2 * work.matmul_bytes * copied / rate
-    if work.trains:
+    if work.trains and not work.lora:
         # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
         memory += 6 * n / rate
     held = sum(math.prod(part.shape) / part.mesh for part in parts)
+    held = work.lora.numbers / work.fsdp.shards if work.lora else held  # what is learnt
     return PartTime(matmuls, attention, memory), held, passes[0] / sum(passes)
 
 
