@@ -148,8 +148,13 @@ def _llama_family(
         initializer_range=keys.number("initializer_range", std),
     )
     if partial is not None:
-        part = _inner_rope(keys).get("partial_rotary_factor", partial)
-        turned = int(fields["head_dim"] * keys.number("partial_rotary_factor", part))
+        inner = Keys(_inner_rope(keys), keys.where, "rope_parameters.")
+        part = inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", partial))
+        turned = int(fields["head_dim"] * part)
+        if turned < 2 and not latent:
+            raise keys.error(
+                "partial_rotary_factor", "leaves not even two elements of a head to rotate"
+            )
         fields["rotary_size"] = None if turned == fields["head_dim"] else turned
     token = keys.integer("pad_token_id", pad_token, minimum=-words, null=True)
     if token is not None and token < 0:
@@ -476,8 +481,7 @@ def _two_ropes(keys: Keys, theta: float, local: str | None, local_theta: float) 
     values = keys.raw.get("rope_parameters") or {}
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(values, dict) or not {*values} <= {*kinds}:
-        keys.raw = {"rope_theta": theta} | keys.raw
-        return keys.number(local, local_theta) if local else local_theta
+        raise keys.error("rope_parameters", f"must hold {' and '.join(kinds)} for this family")
     full, slides = ((values.get(kind) or {}) for kind in kinds)
     if not isinstance(full, dict) or not isinstance(slides, dict):
         raise keys.error("rope_parameters", "must hold an object for each kind of layer")
