@@ -151,10 +151,9 @@ def _llama_family(
         inner = Keys(_inner_rope(keys), keys.where, "rope_parameters.")
         part = inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", partial))
         turned = int(fields["head_dim"] * part)
-        if turned < 2 and not latent:
-            raise keys.error(
-                "partial_rotary_factor", "leaves not even two elements of a head to rotate"
-            )
+        if not (latent or 2 <= turned <= fields["head_dim"]):
+            why = f"would rotate {turned} of a head's {fields['head_dim']} elements"
+            raise keys.error("partial_rotary_factor", why)
         fields["rotary_size"] = None if turned == fields["head_dim"] else turned
     token = keys.integer("pad_token_id", pad_token, minimum=-words, null=True)
     if token is not None and token < 0:
@@ -196,8 +195,12 @@ def _windows_by_layer(keys: Keys, layers: int) -> tuple[int | None, ...]:
 
 def _per_layer(keys: Keys, key: str, layers: int, what: str) -> list | None:
     """A list with one entry for each layer; None if it is absent or null."""
-    values = keys.get(key, None)
-    if values is not None and (not isinstance(values, list) or len(values) != layers):
+    values, kind = keys.get(key, None), str if what == "names" else int
+    if values is not None and (
+        not isinstance(values, list)
+        or len(values) != layers
+        or not all(isinstance(value, kind) for value in values)
+    ):
         raise keys.error(key, f"must be a list of num_hidden_layers = {layers} {what}")
     return values
 
@@ -221,8 +224,11 @@ def _rope(
     if kind and old and kind != old:
         raise keys.error(where, f"rope_type {kind!r} and type {old!r} disagree")
     kind = kind or old or "default"
-    for place in () if partial else (keys, inner):
-        if place.number("partial_rotary_factor", 1.0) != 1.0:
+    for place in (keys, inner):
+        part, null = place.number("partial_rotary_factor", 1.0), partial or place is inner
+        if null and place.raw.get("partial_rotary_factor", 1) is None:
+            raise place.error("partial_rotary_factor", "must be a number, found null")
+        if not partial and part != 1.0:
             raise place.error("partial_rotary_factor", "only 1 (the whole head) is implemented")
     scaling = None
     if kind == "linear":
@@ -236,6 +242,9 @@ def _rope(
             raise inner.error("high_freq_factor", "must be above low_freq_factor")
     elif kind == "yarn":
         scaling = _yarn(keys, inner, max_positions)
+        if theta <= 1:
+            place = inner if "rope_theta" in values else keys
+            raise place.error("rope_theta", "must be above 1 for rope type 'yarn'")
     elif kind != "default":
         why = f"rope type {kind!r} is not implemented; there are default, linear, llama3 and yarn"
         raise keys.error(where, why)
@@ -493,6 +502,8 @@ def _two_ropes(keys: Keys, theta: float, local: str | None, local_theta: float) 
     if extra := inner.leftover():
         raise inner.error(extra[0], "is not implemented for layers with windows")
     old = keys.raw.get("rope_scaling") or {}
+    if not isinstance(old, dict) or "type" in old:
+        raise keys.error("rope_scaling", "must be an object with a rope_type for this family")
     full = {"rope_theta": keys.raw.get("rope_theta", theta)} | full | old
     keys.raw = {k: v for k, v in keys.raw.items() if k != "rope_scaling"} | {
         "rope_parameters": full
@@ -546,7 +557,9 @@ def _query_scale(keys: Keys, yarn: Fields) -> Fields:
     if rope.get("llama_4_scaling_beta") is None:
         return {}
     inner = Keys(rope, keys.where, prefix="rope_parameters.")
-    trained = inner.integer("original_max_position_embeddings")
+    trained = keys.integer("original_max_position_embeddings", None)
+    if trained is None or (rope.get("rope_type") or rope.get("type")) not in ("yarn", "llama3"):
+        trained = inner.integer("original_max_position_embeddings")
     return dict(query_scale=(inner.number("llama_4_scaling_beta"), trained))
 
 
@@ -569,6 +582,7 @@ def _mistral4(keys: Keys) -> Fields:
     sizes: Fields = dict(pad_token=11, size=12288, partial=1.0)
     fields = _llama_family(keys, 1048576, biases=1, latent=True, **sizes)
     latent = _latent_family(keys, fields, (256, 64, 64, 128), 1024)
+    keys.only("head_dim", latent["head_dim"])
     part = _inner_rope(keys).get("partial_rotary_factor")
     if part is not None and int(latent["head_dim"] * part) != latent["latent"].rope_dim:
         raise keys.error(
@@ -672,12 +686,14 @@ def _nemotron_h(keys: Keys) -> Fields:
     inner.raw = {"mlp_hidden_act": "relu2"} | inner.raw
     fields = _llama_family(inner, 4096, **options)
     keys.used |= inner.used | {"attention_bias", "sliding_window"}  # its code reads neither
+    keys.only("tie_word_embeddings", False)  # never tied there
 
     def of(kind: str) -> tuple[int, ...]:
         return tuple(i for i, name in enumerate(kinds) if name == kind)
 
-    def first(*names: str) -> str:
-        return next((name for name in names if name in keys.raw), names[0])
+    def first(name: str, stronger: str) -> str:
+        keys.used |= {name, stronger}
+        return stronger if stronger in keys.raw else name
 
     least = keys.number(first("time_step_min", "mamba_dt_min"), 0.001)
     recurrent = Recurrent(
@@ -735,6 +751,9 @@ def _check_mamba(keys: Keys, r: Recurrent, key: str) -> None:
 
 
 def _granite_hybrid(keys: Keys) -> Fields:
+    if "layers_block_type" in keys.raw:  # another name, which wins
+        keys.used.add("layers_block_type")
+        keys.raw = keys.raw | {"layer_types": keys.raw["layers_block_type"]}
     fields = _granite(keys)
     layers, hidden = fields["num_hidden_layers"], fields["hidden_size"]
     heads, inner = keys.integer("mamba_n_heads", 128), keys.integer("mamba_expand", 2) * hidden
@@ -761,6 +780,7 @@ def _granite_hybrid(keys: Keys) -> Fields:
         activation=fields["activation"],
         conv_bias=keys.boolean("mamba_conv_bias", True),
         bias=keys.boolean("mamba_proj_bias", False),
+        norm_groups=keys.integer("mamba_n_groups", 1),
         least_step=least,
         most_step=most,
     )
@@ -833,6 +853,14 @@ def _smollm3(keys: Keys) -> Fields:
 
 
 def _granite(keys: Keys) -> Fields:
+    for key in (
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    ):
+        if key in keys.raw:
+            keys.number(key)  # null is no number there
     return _llama_family(keys, 2048, biases=2) | dict(
         attention_scale=keys.number("attention_multiplier", 1.0),
         embedding_scale=keys.number("embedding_multiplier", 1.0),

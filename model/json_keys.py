@@ -110,8 +110,8 @@ class Keys:
             return float(default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, f"must be a number, found {kind_of(value)}")
-        if not 0 < value < 1e300:
-            raise self.error(key, "is absurdly large" if value > 0 else "must be above 0")
+        if not 1e-300 < value < 1e300:
+            raise self.error(key, "is absurdly large" if value > 1 else "must be well above 0")
         return float(value)
 
     def fraction(self, key: str, default: float) -> float:

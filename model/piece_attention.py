@@ -308,8 +308,8 @@ def attend_in_pieces(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     window = 0 if seen.window is None or seen.window >= k.shape[2] else seen.window
-    size = v.shape[-1]
-    if size < q.shape[-1]:  # kernels want one size of heads
-        v = F.pad(v, (0, q.shape[-1] - size))
+    size, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    # Kernels want one size of heads.
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     y = _Pieces.apply(q, k, v, sinks, seen.starts, seen.positions, window, scale)
     return y[..., :size]

@@ -129,6 +129,45 @@ def test_unreadable_files(text, message, tmp_path):
         load_config("x" * 300)
 
 
+BAD_ROPE = dict(rope_type="yarn", factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("nemotron_h", dict(tie_word_embeddings=True), "tie_word_embeddings"),
+        ("mistral4", dict(head_dim=16), "head_dim"),
+        ("granite", dict(attention_multiplier=None), "attention_multiplier"),
+        ("granitemoehybrid", dict(logits_scaling=None), "logits_scaling"),
+        ("glm4_moe", dict(partial_rotary_factor=None), "partial_rotary_factor"),
+        ("glm4_moe", dict(partial_rotary_factor=1.5), "partial_rotary_factor"),
+        ("qwen3", dict(rope_parameters=dict(partial_rotary_factor=None)), "partial_rotary_factor"),
+        ("minimax_m2", dict(head_dim=1, rotary_dim=8), "partial_rotary_factor"),
+        (
+            "mistral4",
+            dict(rope_parameters=dict(partial_rotary_factor=None)),
+            "partial_rotary_factor",
+        ),
+        ("olmo3", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_scaling"),
+        ("gemma3_text", dict(rope_scaling=["linear"]), "rope_scaling"),
+        ("llama", dict(rope_theta=1.0, rope_scaling=BAD_ROPE), "rope_theta"),
+        (
+            "llama",
+            dict(rope_scaling=None, rope_parameters=BAD_ROPE | dict(rope_theta=1)),
+            "rope_theta",
+        ),
+        ("llama", dict(rope_theta=5e-324), "rope_theta"),
+        ("hy_v3", dict(mlp_layer_types=[["dense"], "sparse", "sparse"]), "mlp_layer_types"),
+        ("qwen3_next", dict(layer_types=[["linear_attention"]] * 4), "layer_types"),
+        ("qwen3", dict(layer_types=[[], {}, 1]), "layer_types"),
+    ],
+)
+def test_values_that_transformers_reads_otherwise_or_not_at_all(family, changes, named):
+    """What it ignores, fails on, or takes for something else, is refused by name."""
+    with pytest.raises(ConfigError, match=f"(^|[ .]){named}( |:)"):
+        parse_config(FAMILIES[family] | changes, "x.json")
+
+
 def test_metadata_is_ignored_and_strange_keys_are_reported():
     base = parse_config(LLAMA, "x.json")
     extra = dict(transformers_version="4.40.0", torch_dtype="bfloat16", _name_or_path="somewhere")
