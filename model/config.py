@@ -16,6 +16,7 @@ from llm_train_bench.model.families import (
     FAMILIES,
     MTP_FAMILIES,
     MTP_KEYS,
+    MTP_NOT_IMPLEMENTED,
     NOT_IMPLEMENTED,
     from_first_dialect,
 )
@@ -105,7 +106,11 @@ class ModelConfig:
     """Attention's output is multiplied by a sigmoid of the token, element by element."""
     recurrent: Recurrent = NO_RECURRENT
     mtp_layers: int = 0
-    """Modules that predict further tokens, of the file; they run with --mtp alone."""
+    """Modules of multi-token prediction that the file names; they run with --mtp alone."""
+    mtp: int = 0
+    """Those that run: blocks after the last layer, numbered on from it (`with_mtp`)."""
+    mtp_weight: float = 0.0
+    """Factor of the mean of their losses."""
     mlp_alone: tuple[int, ...] = ()
     """Layers that have an MLP or experts, and nothing before them."""
     mixer_alone: tuple[int, ...] = ()
@@ -135,6 +140,22 @@ class ModelConfig:
     def rope_dim(self) -> int:
         """Rotated elements of a head."""
         return self.latent.rope_dim if self.latent else self.rotary_size or self.head_dim
+
+    @property
+    def num_blocks(self) -> int:
+        """The layers, and the modules of multi-token prediction that run."""
+        return self.num_hidden_layers + self.mtp
+
+    def with_mtp(self, weight: float) -> "ModelConfig":
+        """This model with the file's modules of multi-token prediction; ConfigError without any."""
+        n, family = self.mtp_layers, self.model_type
+        shared = family.startswith("qwen")  # several modules would have one first layer
+        apart = self.raw.get("mtp_use_dedicated_embeddings")
+        if not n or family in MTP_NOT_IMPLEMENTED or (shared and (n > 1 or apart)):
+            why = f"{family}'s {n} modules are not implemented" if n else f"no {MTP_KEYS[0]}"
+            raise ConfigError(f"--mtp: {self.path} has {why}; leave it out")
+        windows = (*self.windows[: self.num_hidden_layers], *[None] * n)
+        return dataclasses.replace(self, mtp=n, mtp_weight=weight, windows=windows)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of an MLP."""
@@ -189,7 +210,9 @@ class ModelConfig:
 
     def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out, in) of a block's linear layers that every token passes, in their order."""
-        return self.attention_shapes(layer) | self.mlp_shapes(layer)
+        d = self.hidden_size
+        first = {"merge": (d, 2 * d)} if layer >= self.num_hidden_layers else {}
+        return first | self.attention_shapes(layer) | self.mlp_shapes(layer)
 
     def expert_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(out, in) of the two matrices of one expert; none in a layer without experts."""
@@ -275,7 +298,8 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     fields = FAMILIES[model_type](keys)
     if model_type in MTP_FAMILIES:
         further = [keys.integer(key, 0, minimum=0, null=True) or 0 for key in MTP_KEYS]
-        fields["mtp_layers"] = max(further)
+        given = any(key in raw for key in MTP_KEYS)
+        fields["mtp_layers"] = max(further) if given else MTP_FAMILIES[model_type]
     keys.refuse_unsupported()
     fields |= dict(name=model_name(path), path=str(path), model_type=model_type, raw=raw)
     config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=keys.unknown())

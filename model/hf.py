@@ -32,7 +32,7 @@ ARCHITECTURES |= {
 }  # fmt: skip
 # Fields that may differ between the weights' config and the run's: they do not change the function.
 TRAINING_KEYS = """name path raw unknown_keys embedding_dropout residual_dropout attention_dropout
-    initializer_range pad_token_id mtp_layers""".split()
+    initializer_range pad_token_id mtp_layers mtp_weight""".split()
 # Tables that old checkpoints kept beside the weights.
 NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # A parameter's name to the files and tensors that make it up, or to the reader of a checkpoint's block.
@@ -111,7 +111,9 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     if (directory / "manifest.json").exists():
         return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
-        ours, theirs = vars(config), vars(load_config(directory, config.vocab_multiple))
+        other = load_config(directory, config.vocab_multiple)
+        other = other.with_mtp(config.mtp_weight) if config.mtp else other
+        ours, theirs = vars(config), vars(other)
         for key in (k for k in ours if ours[k] != theirs[k] and k not in TRAINING_KEYS):
             raise ConfigError(
                 f"{directory}/config.json: {key} is {theirs[key]}, but {config.path} "
@@ -134,7 +136,7 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
         _refuse_other_head(index, places["embed.weight"][0])
     for theirs in index.keys() - used:
         tied = config.tie_word_embeddings and theirs == "lm_head.weight"
-        if not tied and not theirs.endswith(NO_PARAMETERS) and not _further(config, theirs):
+        if not tied and not theirs.endswith(NO_PARAMETERS) and not _further(config, theirs, index):
             raise ConfigError(
                 f"{index[theirs]}: {theirs} has no place in {config.path}; are these weights of that "
                 "model?"
@@ -147,12 +149,14 @@ def _misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[in
     return ConfigError(f"{name} has shape {shape}, {fit}")
 
 
-def _further(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor is of DeepSeek's modules that predict further tokens: layers after the last."""
-    if name.startswith("mtp."):
-        return True
-    layer = name.removeprefix("model.layers.").split(".")[0]
-    return bool(config.mtp_layers) and layer.isdecimal() and int(layer) >= config.num_hidden_layers
+def _further(config: ModelConfig, name: str, index: dict[str, Path]) -> bool:
+    """Whether a tensor is of modules of multi-token prediction that do not run, or a copy in one."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    after = layer.isdecimal() and int(layer) >= config.num_hidden_layers
+    after &= f"model.layers.{layer}.eh_proj.weight" in index
+    if config.mtp:
+        return after and part in ("embed_tokens.weight", "shared_head.head.weight")
+    return after or name.startswith("mtp.")
 
 
 def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:

@@ -33,7 +33,7 @@ from llm_train_bench.model.layers import (
     rope_tables,
 )
 from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
-from llm_train_bench.model.loss import LinearCrossEntropy
+from llm_train_bench.model.loss import MASKED, LinearCrossEntropy
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.recurrent import RecurrentMixer
 
@@ -117,6 +117,22 @@ class Block(nn.Module):
         return x if self.scale == 1 else x * self.scale
 
 
+class MtpBlock(Block):
+    """A module of multi-token prediction (DeepSeek-V3, section 2.2): a block after a merge."""
+
+    def __init__(self, config: ModelConfig, layer: int, balanced: bool, layout: Layout):
+        super().__init__(config, layer, balanced, layout)
+        self.embed_norm, self.hidden_norm, self.last_norm = (norm_of(config) for _ in range(3))
+        self.merge = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: Tensor, rope: Rope | None, mask: Mask, embedded: Tensor
+    ) -> Tensor:
+        """(B, T, d) normed hidden states, and embeddings of the tokens after these, to the next ones."""
+        both = torch.cat((self.embed_norm(embedded), self.hidden_norm(x)), dim=-1)
+        return self.last_norm(super().forward(self.merge(both), rope, mask))
+
+
 def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
     """A norm over the residual stream."""
     norm = (RMSNorm if config.rms_norm else LayerNorm)(config.hidden_size, config.norm_eps)
@@ -185,7 +201,10 @@ class Transformer(HasWeights):
         self.register_module("embed", Embedding(V, d, config.pad_token_id) if embeds else None)
         self.positions = Embedding(config.max_position_embeddings, d) if learned else None
         # By the number of the layer, which is part of its parameters' names.
-        self.blocks = nn.ModuleDict({str(i): Block(config, i, balanced, layout) for i in layers})
+        ahead = range(len(whole), config.num_blocks) if self.last else ()
+        kinds = dict.fromkeys(layers, Block) | dict.fromkeys(ahead, MtpBlock)
+        blocks = {str(i): kind(config, i, balanced, layout) for i, kind in kinds.items()}
+        self.blocks = nn.ModuleDict(blocks)
         self.register_module("norm", norm_of(config) if self.last else None)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
@@ -206,7 +225,8 @@ class Transformer(HasWeights):
         """(B, T) int64 token ids and labels to the mean loss; without labels to logits.
 
         Labels below 0 are masked: their loss is 0. Positions begin anew with each of the `documents`,
-        and attention does not leave them.
+        and attention does not leave them. Multi-token prediction adds its gradient alone: the loss is of
+        the next token.
 
         In a layout of several ranks the loss and the logits are of this rank's own tokens (B, t). A stage
         after the first takes the residual stream (B, t, d); one before the last returns it.
@@ -224,7 +244,8 @@ class Transformer(HasWeights):
         recurrent = None
         if documents is not None and self.config.recurrent:
             recurrent = Seen(starts=documents.starts.to(x.device, non_blocking=True))
-        for layer, block in self.blocks.items():
+        layers = [*self.blocks.items()]
+        for layer, block in layers[: len(layers) - self.config.mtp]:
             window = self.config.windows[int(layer)]
             if int(layer) in self.config.recurrent.layers:
                 x = block(x, rope, recurrent)
@@ -235,13 +256,31 @@ class Transformer(HasWeights):
         if not self.last:
             return x
         x = self.norm(x)
-        if self.config.logit_scale != 1:
-            x = x * self.config.logit_scale
         if labels is None:
-            return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
-        labels = labels if places.own is None else labels[:, places.own]
-        self.loss.masks = documents is not None
-        return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
+            return F.linear(self.scaled(x), self.head_weight)[..., : self.config.vocab_size]
+        self.loss.masks = documents is not None or self.config.mtp > 0
+        loss = self.loss_of(x, labels, places.own)
+        further, ahead = [], labels
+        for _, block in layers[len(layers) - self.config.mtp :]:
+            if None not in masks:
+                masks[None] = self.mask_for(T, None, places, documents, x.device)
+            embedded = self.embed_tokens(ahead.clamp(min=0), places.own, inside)
+            x = block(x, rope, masks[None], embedded)
+            ahead = F.pad(ahead[:, 1:], (0, 1), value=MASKED).masked_fill(labels < 0, MASKED)
+            further.append(self.loss_of(x, ahead, places.own))
+        if not further:
+            return loss
+        mean = self.config.mtp_weight * torch.stack(further).mean()
+        return loss + (mean - mean.detach())
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """What the head sees of the last hidden states."""
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+
+    def loss_of(self, x: Tensor, labels: Tensor, own: Tensor | None) -> Tensor:
+        """The mean loss of last hidden states (B, t, d), of the (B, T) labels those at `own`."""
+        labels = labels if own is None else labels[:, own]
+        return self.loss(self.scaled(x).flatten(0, 1), self.head_weight, labels.flatten())
 
     def embed_tokens(self, tokens: Tensor, own: Tensor | None, inside: Tensor | None) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""

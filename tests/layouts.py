@@ -79,6 +79,10 @@ MODELS |= {
     "ministral3": FAMILIES["ministral3"] | SIZES,
     "seed-oss": FAMILIES["seed_oss"] | SIZES,
 }
+# Multi-token prediction, of two modules or of one.
+MODELS["deepseek-mtp"] = MODELS["deepseek"] | dict(num_nextn_predict_layers=2)
+MODELS["glm-few-mtp"] = MODELS["glm"] | dict(num_key_value_heads=2, num_nextn_predict_layers=2)
+MODELS["delta-mtp"] = MODELS["delta"] | dict(mtp_num_hidden_layers=1)
 # --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
 CLIPS = {"gpt2": 0.8, "deep": 1.1, "gpt_oss": 0.85, "lopsided": 0.7}
 
@@ -113,6 +117,7 @@ class Case:
 
 PACK = "--pack --pack-lengths 9,0.8"
 LORA = "--lora-rank 4 --lora-alpha 64"
+MTP = "--mtp 0.5"
 CASES = {
     "tp2": Case(2, "qwen3", "--tp 2"),
     "tp2-biases": Case(2, "gpt2", "--tp 2 --sac-freq 1/1"),
@@ -197,6 +202,11 @@ CASES = {
     "hsdp2x2-lora": Case(4, "qwen3", f"--dp-replicate 2 {LORA}"),
     "cp2-lora-compiled": Case(2, "qwen3", f"--cp 2 --pt-compile {LORA}", True),
     "cp2-lora": Case(2, "qwen3", f"--cp 2 {LORA}"),
+    "dp2-mtp": Case(2, "deepseek-mtp", f"{MTP} --bsz 2 --grad-acc-steps 2"),
+    "tp2-cp2-mtp": Case(4, "deepseek-mtp", f"--tp 2 --cp 2 --ep 4 --sac-freq 1/1 {MTP}"),
+    "cp4-gather-mtp-packed": Case(4, "glm-few-mtp", f"--cp 4 {MTP} {PACK}"),
+    "tp2-delta-mtp": Case(2, "delta-mtp", f"--tp 2 --ep 2 {MTP}"),
+    "dp2-mtp-compiled": Case(2, "glm-few-mtp", f"--pt-compile {MTP}", True),
     "dp2-offload": Case(2, "qwen3", "--offload-activations"),
     "dp2-offload-compiled": Case(2, "gpt2", "--offload-activations --pt-compile", True),
     "tp2-cp2-offload-sac": Case(
@@ -255,7 +265,7 @@ SHORT = (
     "tp2-biases cp2 tp2-reduce-last dp2-deepseek ep2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss "
     "dp2-ep2-accumulate pp2-fused cp4-gather "
     "cp4-gather-packed pp2-packed-interleaved ep2-idle pp2-interleaved pp2-hsdp2 pp2-cp2-half "
-    "mutant-divided mutant-tied mutant-tie mutant-crosses "
+    "tp2-cp2-mtp mutant-divided mutant-tied mutant-tie mutant-crosses "
     "tp2-save cp2-resume-tp2 ep2-resume-cp2 pp-save-tied dp2-resume-tied "
     "few-save few-resume few-resume-ep2"
 ).split()
@@ -345,7 +355,7 @@ def compare(name: str, out: Path) -> Difference:
     # A balance loss is of one micro batch.
     micro = case.size("--grad-acc-steps") if MODELS[case.model].get("output_router_logits") else 1
     bf16 = "--amp bf16" in case.flags
-    more = "".join(f" {flags}" for flags in ("--amp bf16", PACK, LORA) if flags in case.flags)
+    more = "".join(f" {flags}" for flags in ("--amp bf16", PACK, LORA, MTP) if flags in case.flags)
     alone, here = reference(case.model, micro, out, more), out / name
     steps = [steps_of(directory) for directory in (alone, here)]
     first = case.first

@@ -106,6 +106,7 @@ SETTINGS = [
     ("train_fsdp.py", 8, 4096, "mixtral-8x7b-proxy --bsz 2 --tp 2 --ep 8"),
     ("train_fsdp.py", 64, 4096, "deepseek-v3-proxy --bsz 2 --ep 32 --tp 8 --cp 2"),
     ("train_fsdp.py", 64, 8192, "gpt-oss-120b-proxy --bsz 1 --ep 16 --tp 2 --cp 2"),
+    ("train_fsdp.py", 64, 4096, "deepseek-v3-proxy --bsz 2 --ep 32 --tp 8 --cp 2 --mtp 0.3"),
     (
         "train_pp.py",
         64,

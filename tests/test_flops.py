@@ -108,6 +108,32 @@ def test_attended_keys_against_the_mask_itself(T, window):
     assert attended_keys(T, window, causal=False) == min(T, window or T)
 
 
+# Models with modules of multi-token prediction: after the last layer, with a head each.
+MTP = {
+    "deepseek_v3": dict(num_nextn_predict_layers=2),
+    "glm4_moe": {},  # its default is 1
+    "qwen3_next": dict(mtp_num_hidden_layers=1),
+    "qwen3_5_text": dict(mtp_num_hidden_layers=1),
+}
+
+
+@pytest.mark.parametrize("family", MTP)
+def test_multi_token_prediction_counts(family):
+    shape, T = config(family, **MTP[family]), 6
+    on = shape.with_mtp(0.3)
+    assert counted(on, T) == flops_per_token(on, T, False) > flops_per_token(shape, T, False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_checkpointing_repeats_of_other_blocks(family):
+    """A norm after the last layer needs that layer's output again."""
+    shape = config(family, **MTP.get(family, {}))
+    shape = shape.with_mtp(0.3) if shape.mtp_layers else shape
+    block = work_of(shape, 6, "--sac-freq", "1/1")
+    again = counted(shape, 6, recompute=block.recompute) - counted(shape, 6)
+    assert again == pytest.approx(recomputed_flops_per_token(block))
+
+
 @pytest.mark.parametrize("freq", ["1/1", "1/2", "1/3"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_recomputed_flops_are_what_checkpointing_repeats(freq, dropout):

@@ -143,7 +143,7 @@ def rank_parameters(
 ) -> Iterator[Part]:
     """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
     last = config.num_hidden_layers - 1
-    layers = set(fsdp.layers_of(last + 1, pp_rank))
+    layers = set(fsdp.layers_of(config.num_blocks, pp_rank))
     roots = {"embed", "positions"} if 0 in layers else set()
     if last in layers:
         roots |= {"norm", "lm_head"} | ({"embed"} if config.tie_word_embeddings else set())
@@ -217,7 +217,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         # Each place gathers and reduces forward, and the other way round backward.
         yield TokenMoves("all_gather", places * passes, gathered, fsdp.tp, 1)
         # A recomputation stops before the last reduction, unless a norm or a gate comes after it.
-        last = config.norm_around or config.norm_after
+        last = config.norm_around or config.norm_after or layer >= config.num_hidden_layers
         repeated = (mixes and (last or layer not in config.mixer_alone)) + (
             follows and (last or experts.shared_gate)
         )

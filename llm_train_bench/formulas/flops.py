@@ -7,7 +7,8 @@ training takes three forwards. Two conventions for attention, both always report
 - `causal`: the masked half is not counted, 6 N + 6 L d T.
 
 N counts the parameters that multiply: the linear layers and the head (also where it is tied to the
-embedding), but not the embedding look-up, norms or biases. d is heads x head_dim. A layer with a
+embedding), but not the embedding look-up, norms or biases; modules of multi-token prediction (--mtp)
+count like layers, each with a head (DeepSeek-V3, section 2.2). d is heads x head_dim. A layer with a
 window W < T counts W keys a query (palm), or W - W^2 / 2T (causal). Of packed documents each has a T
 of its own.
 
@@ -147,10 +148,10 @@ def nemo_lora_flops_per_token(work: Work) -> float:
 def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool = False) -> float:
     """FLOPs per token that activation checkpointing computes a second time.
 
-    A checkpointed block repeats everything up to the input of its last matmul, `mlp.down`: nobody
-    needs that matmul's own output. It is repeated too where the checkpoint does not stop early: in
-    eager FP8, and before a dropout. The `op` policy repeats no matmul, and attention only where it
-    drops out (model.transformer.saved_ops).
+    A checkpointed block repeats all up to the input of its last matmul, such as `mlp.down`, whose output
+    nobody needs. It is repeated too before a norm, a gate or a dropout, and where the checkpoint does
+    not stop early: in eager FP8. The `op` policy repeats no matmul, and attention only where it drops out
+    (model.transformer.saved_ops).
     """
     config, recompute = work.config, work.recompute
     width = attention_width(config) if attention else 0
@@ -167,8 +168,11 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
             total += recurrent_flops_per_token(config, work.batch.lengths, causal)
         if recompute.policy == "block":
             shapes = config.block_shapes(i)
-            if stops_early:
-                shapes.pop("down", None)
+            norm_last = config.norm_after or config.norm_around or i >= config.num_hidden_layers
+            last = ["out" if i in config.mixer_alone else "down"]
+            last += [] if config.experts.shared_gate else ["shared_down"]
+            for kind in last if stops_early and not norm_last else ():
+                shapes.pop(kind, None)
             total += 2 * sum(n * k for n, k in shapes.values())
             sent = config.experts.per_token if config.has_experts(i) else 0
             total += 2 * sent * sum(n * k for n, k in config.expert_shapes(i).values())

@@ -254,8 +254,9 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     copy = w * sizes.vocabulary if padded else 0
     if not work.trains:
         return logits + copy, 0.0
+    hidden = w * work.own_tokens * work.config.hidden_size
     if work.lora:
-        return logits + copy, w * work.own_tokens * work.config.hidden_size
+        return logits + copy, hidden
     several = work.own_tokens > sizes.rows
     summed = (4 if several or not sizes.root_gathered else w) * sizes.vocabulary
     if several:
@@ -265,7 +266,7 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     else:
         # When the sum is made, only the gradient of the logits is left.
         logits = max(logits, w * chunk + summed + (2 * sizes.vocabulary if w == 2 else 0)) - summed
-    return logits + copy, summed + w * work.own_tokens * work.config.hidden_size
+    return logits + copy, (1 + work.config.mtp) * (summed + hidden)
 
 
 def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
@@ -277,8 +278,9 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     """
     config, w, d = work.config, work.matmul_bytes, work.config.hidden_size
     parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
-    norms = parts * (1 + config.norm_around)
-    numbers = norms * d * work.own_tokens  # the inputs of norms
+    mtp = layer >= config.num_hidden_layers
+    norms = parts * (1 + config.norm_around) + 3 * mtp
+    numbers = (norms + 2 * mtp) * d * work.own_tokens  # the inputs of norms, and of a merge
     extra = 4 * norms * (1 if config.rms_norm else 2) * work.own_tokens
     if config.rms_norm and not fused_norm and not work.compiled:
         extra += norms * d * (8 - w) * work.own_tokens  # input and product in fp32
@@ -445,7 +447,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
         if layer not in work.recompute.blocks:
             total += times * block_activations(work, fused_norm, layer)
         elif work.recompute.policy == "block":
-            total += times * w * work.own_tokens * d
+            total += times * w * work.own_tokens * d * (1 + (layer >= config.num_hidden_layers))
         else:
             tp = work.fsdp.tp
             a, kv = config.query_size / tp, config.kv_size / tp

@@ -151,7 +151,8 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     eager = 26 if work.matmul_bytes == 2 else 32  # bytes a logit of the loss and its gradient
     loss = work.own_tokens * rows * (8 if work.compiled else eager)
     passes = PASS_FORWARDS[work.pass_type] - bool(work.lora and work.trains)
-    return passes * one, loss / gpu.memory_rate
+    heads = 1 + work.config.mtp
+    return heads * passes * one, heads * loss / gpu.memory_rate
 
 
 def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, float, float]:
@@ -219,7 +220,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
     for kind, shape in config.block_shapes(layer).items():
         name = f"blocks.{layer}.{names[kind]}.weight"
         n, k = part_shape(config, name, shape, {"tp": tp, "ep": ep})
-        own = kind in ("router", "latent_down", "latent_up", "shared_gate")
+        own = kind in ("merge", "router", "latent_down", "latent_up", "shared_gate")
         tokens = work.own_tokens if own else work.gathered_tokens
         one = matmul_time(work, tokens, n, k, kind in low, gpu)
         seconds, last = seconds + one, one if kind == "down" else last
@@ -267,7 +268,8 @@ def block_bytes(work: Work, layer: int) -> float:
     a, kv = config.query_size / tp, config.kv_size / tp
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
     parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
-    norms = parts * (1 + config.norm_around) * (4 * d if work.compiled else 2 * d + 3 * d)
+    parts = parts * (1 + config.norm_around) + 3 * (layer >= config.num_hidden_layers)
+    norms = parts * (4 * d if work.compiled else 2 * d + 3 * d)
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
     gated = 3 if work.compiled else 5
     heads = 0 if config.learned_positions or layer in config.no_rope_layers else rope * (a + kv)

@@ -262,7 +262,7 @@ class Work:
     @property
     def layers(self) -> range:
         """The numbers of the blocks."""
-        return range(self.config.num_hidden_layers)
+        return range(self.config.num_blocks)
 
     @property
     def own_tokens(self) -> int:
@@ -276,11 +276,11 @@ class Work:
 
     def stage_layers(self, stage: int) -> range:
         """The blocks of a pipeline's stage."""
-        return self.fsdp.stage_layers(self.config.num_hidden_layers, stage)
+        return self.fsdp.stage_layers(self.config.num_blocks, stage)
 
     def layers_of(self, pp_rank: int) -> list[int]:
         """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
-        return self.fsdp.layers_of(self.config.num_hidden_layers, pp_rank)
+        return self.fsdp.layers_of(self.config.num_blocks, pp_rank)
 
     @functools.cached_property
     def block_parameters(self) -> list[int]:

@@ -130,6 +130,9 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
     if work.lora:
         base = "bf16" if work.lora.base_bytes == 2 else "fp32"
         yield f"LoRA: {work.lora.numbers:,} parameters trained in fp32, all others frozen in {base}"
+    if n := work.config.mtp_layers:
+        on = f"{n} trained" if work.config.mtp else f"the file's {n} are left out"
+        yield f"modules of multi-token prediction (--mtp): {on}"
     if work.config.recurrent:
         yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
     if snapshot and device.type == "cpu":

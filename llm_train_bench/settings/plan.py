@@ -166,6 +166,8 @@ def make_plan(
     where the run could not work.
     """
     config = config or load_config(args.config, args.pad_vocab)
+    if args.mtp is not None:
+        config = config.with_mtp(args.mtp)
     if args.bsz == "auto":
 
         def sized(bsz: int) -> Plan:
@@ -330,7 +332,7 @@ def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Rec
     """
     if freq is None:
         return Recompute()
-    (q, p), n = parse_sac_freq(freq), config.num_hidden_layers
+    (q, p), n = parse_sac_freq(freq), config.num_blocks
     blocks = tuple(i for i in range(n) if (i + 1) * q // p > i * q // p)
     if not blocks:
         raise UsageError(

@@ -140,6 +140,8 @@ CONTRADICTIONS = (
      "leave it out",
      lambda a, s: a.lora_rank and (a.tp > 1 or a.use_fp8 or a.fused_backward or a.zero1
                                    or s is Script.PP)),
+    ("--mtp with train_pp.py or --lora-rank is not implemented; leave it out",
+     lambda a, s: a.mtp is not None and (s is Script.PP or a.lora_rank)),
     ("--lora-rank with --amp fp16: use --amp bf16", lambda a, s: a.lora_rank and a.amp == "fp16"),
     ("--lora-base bf16 with --amp off: the matmuls would be in two formats; use fp32",
      lambda a, s: a.lora_rank and a.amp == "off" and a.lora_base == "bf16"),
