@@ -13,11 +13,10 @@ from llm_train_bench.apply.fp8.choose import apply_fp8
 from llm_train_bench.apply.kernels import apply_kernels
 from llm_train_bench.apply.offload import apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
-from llm_train_bench.apply.precision import set_precision
+from llm_train_bench.apply.precision import set_precision, set_weights
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.init import materialize
-from llm_train_bench.model.lora import apply_lora
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks
 from llm_train_bench.run import loop
@@ -44,7 +43,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
-        apply_lora(model, work.lora)
+        set_weights(model, work)
         apply_kernels(model, work, run.choose_linear())
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)

@@ -38,6 +38,8 @@ def settings(cuda: bool) -> dict[str, list[str]]:
         "fp32 compile": "--amp off --pt-compile",
         "bf16": "--amp bf16",
         "bf16 compile": "--amp bf16 --pt-compile",
+        "bf16 weights stochastic": "--amp bf16 --bf16-weights stochastic",
+        "bf16 weights master": "--amp bf16 --bf16-weights master",
     }
     fp8 = "--use-fp8" if cuda else "--use-fp8 --fp8-emulate"
     text |= {f"fp8 {recipe}": f"{fp8} --fp8-recipe {recipe}" for recipe in TORCHAO}

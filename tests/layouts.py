@@ -118,6 +118,7 @@ class Case:
 PACK = "--pack --pack-lengths 9,0.8"
 LORA = "--lora-rank 4 --lora-alpha 64"
 MTP = "--mtp 0.5"
+BF16 = "--amp bf16 --bf16-weights master"
 CASES = {
     "tp2": Case(2, "qwen3", "--tp 2"),
     "tp2-biases": Case(2, "gpt2", "--tp 2 --sac-freq 1/1"),
@@ -207,6 +208,9 @@ CASES = {
     "cp4-gather-mtp-packed": Case(4, "glm-few-mtp", f"--cp 4 {MTP} {PACK}"),
     "tp2-delta-mtp": Case(2, "delta-mtp", f"--tp 2 --ep 2 {MTP}"),
     "dp2-mtp-compiled": Case(2, "glm-few-mtp", f"--pt-compile {MTP}", True),
+    "dp2-bf16-weights": Case(2, "qwen3", BF16),
+    "hsdp2x2-bf16-weights": Case(4, "deepseek", f"--dp-replicate 2 {BF16} --grad-acc-steps 2"),
+    "dp2-bf16-weights-compiled": Case(2, "qwen3", f"{BF16} --pt-compile", True),
     "dp2-offload": Case(2, "qwen3", "--offload-activations"),
     "dp2-offload-compiled": Case(2, "gpt2", "--offload-activations --pt-compile", True),
     "tp2-cp2-offload-sac": Case(
@@ -355,7 +359,8 @@ def compare(name: str, out: Path) -> Difference:
     # A balance loss is of one micro batch.
     micro = case.size("--grad-acc-steps") if MODELS[case.model].get("output_router_logits") else 1
     bf16 = "--amp bf16" in case.flags
-    more = "".join(f" {flags}" for flags in ("--amp bf16", PACK, LORA, MTP) if flags in case.flags)
+    kinds = (BF16 if BF16 in case.flags else "--amp bf16", PACK, LORA, MTP)
+    more = "".join(f" {flags}" for flags in kinds if flags in case.flags)
     alone, here = reference(case.model, micro, out, more), out / name
     steps = [steps_of(directory) for directory in (alone, here)]
     first = case.first

@@ -86,6 +86,8 @@ SETTINGS = [
         4096,
         "llama-3.1-8b-proxy --bsz 2 --lora-rank 64 --lora-targets q_proj,v_proj --lora-base fp32",
     ),
+    ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 1 --bf16-weights stochastic"),
+    ("train.py", 1, 256, "llama-tiny --bsz 1 --bf16-weights master"),
     ("train_fsdp.py", 8, 4096, "qwen3.5-9b-proxy --bsz 1"),
     ("train_fsdp.py", 8, 8192, "nemotron-3-nano-30b-a3b-proxy --bsz 1 --ep 8"),
     ("train_fsdp.py", 8, 8192, "gemma-3-12b-proxy --bsz 1 --tp 2 --cp 2"),

@@ -162,7 +162,9 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     refuse(deeper, "has no tensor")
     refuse(fewer, rf"has no place in {own - 1}\.json")
-    if ours_config.model_type == "deepseek_v3":  # unless the layer beyond is a module of another kind
+    if (
+        ours_config.model_type == "deepseek_v3"
+    ):  # unless the layer beyond is a module of another kind
         module = tensors | {f"model.layers.{own - 1}.eh_proj.weight": torch.zeros(1)}
         save_file(module, tmp_path / "model.safetensors")
         check_pretrained(fewer, tmp_path)

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.formulas.work import Work
+from llm_train_bench.model.lora import apply_lora
+from llm_train_bench.model.transformer import Transformer
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}
 
@@ -31,6 +34,17 @@ def set_precision(amp: str, tf32: bool, device: torch.device) -> None:
         raise UsageError("--tf32: is for NVIDIA GPUs from Ampere on; leave it out")
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
+
+
+def set_weights(model: Transformer, work: Work) -> None:
+    """Give a meta-device model's weights their formats, and adapters, in place; before sharding.
+
+    The correction of a router's choice stays in fp32: its steps are below bf16's.
+    """
+    apply_lora(model, work.lora)
+    for name, parameter in model.named_parameters() if work.bf16_weights != "off" else ():
+        if not name.endswith(".correction"):
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 class LossScaler:

@@ -23,12 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from llm_train_bench.apply.kernels import apply_kernels
 from llm_train_bench.apply.offload import Copies, apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
-from llm_train_bench.apply.precision import autocast
+from llm_train_bench.apply.precision import autocast, set_weights
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.layout import ALONE
-from llm_train_bench.model.lora import apply_lora
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.fsdp import apply_fsdp
 from llm_train_bench.parallel.layout import RankLayout
@@ -67,7 +66,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             layers = work.stage_layers(pp_rank) if work.fsdp.pp > 1 else None
             config, seq_len, layout = work.config, work.batch.seq_len, even or ALONE
             model = Transformer(config, seq_len, balanced=True, layout=layout, layers=layers)
-        apply_lora(model, work.lora)
+        set_weights(model, work)
         apply_kernels(model, work, "plain")
         apply_recompute(model, work.recompute)
         apply_offload(model, work.offload, CPU, _Elsewhere())

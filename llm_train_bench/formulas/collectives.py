@@ -86,7 +86,7 @@ def _gathered_in_fp8(work: Work) -> tuple[str, ...]:
 def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int, int, int]:
     """Bytes of a parameter in one all-gather, reduce-scatter and all-reduce of FSDP."""
     exact = part.name.endswith(".router.weight") and work.config.experts.exact_router
-    width = 4 if exact else work.matmul_bytes
+    width = 4 if exact and work.bf16_weights == "off" else work.matmul_bytes
     if part.layer >= 0 and part.name.endswith(in_fp8):
         width = fp8_gather_bytes(work)
     learns = not work.lora or part.name.endswith((".lora_a", ".lora_b"))

@@ -170,9 +170,9 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
 
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     """Bytes of this rank's parameters, gradients and optimizer state; in fp32, unless it is `theirs`."""
-    theirs, ddp, each, lora = work.theirs, work.ddp, work.theirs.weight_bytes, work.lora
+    theirs, ddp, each, lora = work.theirs, work.ddp, work.weight_bytes, work.lora
     moments = {"adamw": 2, "sgd": 1}[work.optimizer] if work.pass_type == "step" else 0
-    state = moments * theirs.moment_bytes
+    state = moments * theirs.moment_bytes + 4 * (moments > 0 and work.bf16_weights == "master")
     if lora:  # adapters, in fp32, are all that is learnt
         learnt = lora.numbers / (work.fsdp.shards if work.fsdp else 1)
         return lora.base_bytes * sizes.held + 4 * learnt, 4.0 * learnt * work.trains, state * learnt
@@ -218,7 +218,7 @@ class _Sizes:
             ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
             width = fp8_gather_bytes(work) if fp8 and fp8.gathered else self.width
             self.gathered_blocks = width * ahead
-        elif work.amp != "off" and work.theirs.weight_bytes == 4 and work.lora.base_bytes == 4:
+        elif work.amp != "off" and work.weight_bytes == 4 and work.lora.base_bytes == 4:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
         width = config.hidden_size if work.trains and not work.lora else 0

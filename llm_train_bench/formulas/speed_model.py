@@ -63,8 +63,10 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     if work.pass_type == "step":
         # AdamW reads parameter, gradient and two moments and writes three, SGD with momentum 3 and 2;
         # clipping reads, and scales.
-        weight, moment = work.theirs.weight_bytes, work.theirs.moment_bytes
+        weight, moment = work.weight_bytes, work.theirs.moment_bytes
         each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
+        # Computed in fp32 copies: of weights, gradients and random numbers they are written and read.
+        each += {"off": 0, "master": 16, "stochastic": 24}[work.bf16_weights]
         share = 1 / work.world if work.theirs.zero2 or work.ddp.zero1 else 1
         optimizer = (each * share + 3 * weight) * numbers / gpu.memory_rate
     # Copies to the host run beside the forward, and those back beside the backward.
@@ -169,7 +171,7 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, floa
         matmuls, memory = matmuls + head, memory + loss
     parts = rank_matrices(work.config, work.fsdp, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
-    whole = work.theirs.weight_bytes == work.lora.base_bytes == 4
+    whole = work.weight_bytes == work.lora.base_bytes == 4
     if not work.fsdp and work.amp != "off" and whole:
         memory += 6 * n / rate  # autocast casts every weight in every forward pass
     if work.fsdp.shards > 1:

@@ -219,6 +219,8 @@ class Work:
     offload: bool = False
     """Whether what blocks keep for backward goes to the host."""
     lora: Lora = NO_LORA
+    bf16_weights: str = "off"
+    """Whether weights and gradients are in bf16: `stochastic` rounding, or `master` copies in fp32."""
     fp8: Fp8Work = NO_FP8
     ddp: Ddp = NO_DDP
     fsdp: Fsdp = NO_FSDP
@@ -238,6 +240,11 @@ class Work:
     def exact_casts(self) -> bool:
         """Whether compiled kernels must round as eager ones do: FP8 scaled by rows needs it."""
         return self.fp8.recipe.startswith("rowwise")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight that is trained, and of its gradient."""
+        return self.theirs.weight_bytes if self.bf16_weights == "off" else 2
 
     @property
     def matmul_bytes(self) -> int:

@@ -168,7 +168,7 @@ def apply_ddp(
         # Without accumulation every step has the same graph; no_sync would break that promise.
         static_graph=grad_acc_steps == 1,
     )
-    if options.reduce_dtype == "bf16":
+    if options.reduce_dtype == "bf16" and next(model.parameters()).dtype == torch.float32:
         # Under its own name DDP refuses this hook on a CPU.
         ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     return ddp

@@ -130,6 +130,9 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
     if work.lora:
         base = "bf16" if work.lora.base_bytes == 2 else "fp32"
         yield f"LoRA: {work.lora.numbers:,} parameters trained in fp32, all others frozen in {base}"
+    if work.bf16_weights != "off":
+        how = dict(master="fp32 master copies", stochastic="stochastic rounding")[work.bf16_weights]
+        yield f"weights and gradients in bf16, moments in fp32; {how}"
     if n := work.config.mtp_layers:
         on = f"{n} trained" if work.config.mtp else f"the file's {n} are left out"
         yield f"modules of multi-token prediction (--mtp): {on}"

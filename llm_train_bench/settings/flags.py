@@ -252,6 +252,8 @@ class OptimizerFlags:
     lr_warmup_steps: Steps of linear warm-up of the learning rate.
     weight_decay: Weight decay of matrices; vectors have none.
     grad_clip: Largest gradient norm; 0 turns clipping off.
+    bf16_weights: Train weights in bf16: by stochastic rounding of each update, or with fp32 master
+        copies in the optimizer. Gradients are in bf16 too.
     """
 
     optimizer: Literal["adamw", "sgd"] = flag("adamw", LEARNT)
@@ -260,6 +262,7 @@ class OptimizerFlags:
     lr_warmup_steps: int = flag(10, LEARNT, at_least=0)
     weight_decay: float = flag(0.1, LEARNT, at_least=0)
     grad_clip: float = flag(1.0, LEARNT, at_least=0)
+    bf16_weights: Literal["off", "stochastic", "master"] = flag("off", LEARNT, headline=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -210,7 +210,8 @@ def make_plan(
     elif script is Script.DDP:
         mode, _, after = args.ddp_mode.partition("-")
         overlap = not after and mode != "flat"
-        layout["ddp"] = Ddp(args.bucket_cap_mb, args.reduce_dtype, mode, overlap, args.zero1)
+        reduced = args.reduce_dtype if args.bf16_weights == "off" else "bf16"
+        layout["ddp"] = Ddp(args.bucket_cap_mb, reduced, mode, overlap, args.zero1)
     resolved = resolve_batch(batch, seq_len, ranks)
     if args.reduce_last and resolved.grad_acc_steps == 1:
         raise UsageError(
@@ -225,7 +226,7 @@ def make_plan(
         size = resolved.global_batch
         measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
         resolved = dataclasses.replace(resolved, documents=count_lengths(packing, measured))
-    flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "fused_backward")
+    flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "fused_backward", "bf16_weights")
     same = {name: getattr(args, name) for name in flags}
     work = Work(
         config, resolved, world, **same, **layout, balanced=args.route == "balanced",

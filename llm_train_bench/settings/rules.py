@@ -142,6 +142,12 @@ CONTRADICTIONS = (
                                    or s is Script.PP)),
     ("--mtp with train_pp.py or --lora-rank is not implemented; leave it out",
      lambda a, s: a.mtp is not None and (s is Script.PP or a.lora_rank)),
+    ("--bf16-weights needs --amp bf16 and --optimizer adamw",
+     lambda a, s: a.bf16_weights != "off" and (a.amp != "bf16" or a.optimizer != "adamw")),
+    ("--bf16-weights with --tp, --cp, --ep, train_pp.py, --use-fp8, --lora-rank, --zero1 or --cpu-offload "
+     "is not implemented; leave it out",
+     lambda a, s: a.bf16_weights != "off" and (_divided(a) or s is Script.PP or a.use_fp8 or a.lora_rank
+                                               or a.zero1 or a.cpu_offload)),
     ("--lora-rank with --amp fp16: use --amp bf16", lambda a, s: a.lora_rank and a.amp == "fp16"),
     ("--lora-base bf16 with --amp off: the matmuls would be in two formats; use fp32",
      lambda a, s: a.lora_rank and a.amp == "off" and a.lora_base == "bf16"),
