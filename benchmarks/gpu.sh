@@ -100,6 +100,9 @@ case $what in
         --modes compiled --rounds 1
     done
     run loss 60 "$py" benchmarks/loss.py
+    for kind in "--linear te" "--use-fp8 --fp8-backend te"; do
+      eager "llama-8b-16-te-${kind:2:3}" "$llama" $bsz_llama $kind
+    done
     compiled flash $gpt_small $bsz_small $T --pad-vocab 128 --attention flash
     compiled unpadded $gpt_small $bsz_small $T
     train graphs $gpt_small $bsz_small $T --pad-vocab 128 --pt-compile --compile-mode reduce-overhead $steps

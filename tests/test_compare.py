@@ -542,6 +542,28 @@ def test_repeats_are_judged_together_and_entries_have_tolerances(judged, tmp_pat
     assert single.n_runs == 1 and single.noise == noise > 0 and single.tolerance == 0.1
 
 
+def test_fp8_by_transformer_engine_is_held_against_its_modules_without_it(run_of):
+    """Otherwise a remark says what else its ratio contains; another batch size is no reference."""
+    te = dict(args__use_fp8=True, args__fp8_backend="te", args__amp="bf16")
+    runs = [
+        run_of("plain", args__amp="bf16"),
+        run_of("fp8", 1.5, **te),
+        run_of("torchao", 1.4, **te | dict(args__fp8_backend="torchao")),
+        run_of("b1", 1.1, args__linear="te", args__amp="bf16", args__bsz=1),
+    ]
+
+    def remarks(*runs):
+        rows = rows_of(*runs)
+        assert rows["plain"].is_reference and rows["fp8"].ratio == pytest.approx(1.5)
+        return {name: "; ".join(row.record.remarks) for name, row in rows.items()}
+
+    without = remarks(*runs)
+    assert "Transformer Engine's fused norms too" in without["fp8"]
+    assert not any("Engine" in without[name] for name in ("plain", "torchao", "b1"))
+    found = remarks(*runs, run_of("te", 1.25, args__linear="te", args__amp="bf16"))["fp8"]
+    assert found.startswith("FP8 alone, against ") and "linear te" in found and "1.200" in found
+
+
 def test_runs_for_which_auto_chose_another_library_are_no_repeats(run_of):
     """Whether --linear auto took oneDNN is not in the flags, and is a matter of speed.
 

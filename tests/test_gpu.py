@@ -311,6 +311,13 @@ def test_one_rank_with_nccl_gives_the_losses_of_train(script, flags, tolerance, 
     assert_alike(by_one_rank(script, tmp_path / "d", *flags), plain, tolerance)
 
 
+@pytest.mark.transformer_engine
+@pytest.mark.parametrize("flags", [[], ["--sac-freq", "1/2"]], ids=" ".join)
+def test_te_without_fp8_gives_the_losses_of_plain_layers(flags, tmp_path):
+    plain = steps(tmp_path / "plain", *flags)
+    assert_alike(steps(tmp_path / "te", "--linear", "te", *flags), plain, 1e-2)
+
+
 # A 16-layer shape of 1B parameters, as wide as llama-3.2-1b. On a CPU, with FP8 emulated, two
 # layers of it end 0.3 % from bf16 at this rate, and 2.6 % at three times that, since the first
 # steps are chaos there.

@@ -299,7 +299,7 @@ def test_bf16_where_it_would_be_emulated_is_refused(monkeypatch):
 @pytest.fixture
 def te_in_place(monkeypatch):
     """Transformer Engine's modules by tests/te_standin.py, which computes in high precision."""
-    monkeypatch.setattr(fp8_te, "import_te", lambda device: te_standin)
+    monkeypatch.setattr(fp8_te, "import_te", lambda device, flag: te_standin)
     monkeypatch.setattr(fp8_te, "make_recipe", lambda kind: kind)
     monkeypatch.setattr(fp8_te, "version", lambda: "stand-in")
     monkeypatch.setattr(fp8_te, "fp8_context", lambda te, recipe: contextlib.nullcontext())
@@ -364,6 +364,42 @@ def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_
     assert only_result(tmp_path / "te")["fp8"]["n_linear_layers"] == 8
 
 
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_te_without_fp8_is_plain_and_named(family, te_in_place, tmp_path):
+    """The same losses and norms of gradients, by its modules."""
+    losses = []
+    for name in ("plain", "te"):
+        argv = [write_config(tmp_path, FAMILIES[family]), *TINY[1:]]
+        flags = ["--linear", name] if name == "te" else []
+        result = trained(tmp_path / name, argv, "--lr 1e-2 --lr-warmup-steps 0 --amp off", flags)
+        steps = read_steps(tmp_path / name)
+        losses.append([s[key] for s in steps for key in ("loss", "grad_norm")])
+        assert len(te_in_place) == (9 if flags else 0)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert result["linear"] == "te" and result["fp8"] is None
+    assert any("by Transformer Engine, without FP8" in note for note in result["notes"])
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "message"),
+    [
+        ("moe", "", "has experts, which run as plain layers"),
+        ("gemma3_text", "", "has norms after its layers"),
+        ("phi3", "", "needs a GPU"),
+        ("llama", "--use-fp8", "--linear te with"),
+        ("llama", "--pt-compile", "--linear te with"),
+        ("llama", "--sac-freq 1/1 --sac-policy op", "--linear te with"),
+        ("qwen3", "--lora-rank 2", "--linear te with"),
+    ],
+)
+def test_te_without_fp8_refuses_what_it_has_no_layers_for(
+    family, flags, message, tmp_path, refused
+):
+    values = FAMILIES["qwen3_moe" if family == "moe" else family]
+    path = write_config(tmp_path, values)
+    refused(train_main, message, path, TINY[1:], "--linear te", flags, "--output-dir", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "excluded"),
     [
@@ -415,7 +451,7 @@ def test_where_te_is_missing_it_says_where_to_get_it(hip, get, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(UsageError, match=f"cannot be imported: .*; .*{get}.*, or use .*torchao"):
-        fp8_te.import_te(torch.device("cuda"))
+        fp8_te.import_te(torch.device("cuda"), "--linear te")
 
 
 def test_an_fp8_run_says_what_it_did_and_exports(tmp_path):

@@ -112,8 +112,8 @@ class Bf16AdamW(torch.optim.AdamW):
             grad_scale=getattr(self, "grad_scale", None), found_inf=None,
         )  # fmt: skip
         if not self.masters:
-            first = piece[0][0]  # of two dimensions of a mesh the first holds replicas
-            shard = first.device_mesh.get_coordinate()[-1] if is_sharded(first) else 0
+            first: Any = piece[0][0]  # of two dimensions of a mesh the first holds replicas
+            shard = first.device_mesh.get_local_rank(-1) if is_sharded(first) else 0
             self._round(flat, f"{self.steps}/{number}/{shard}")
         torch.ops.aten._foreach_copy_(weights, wide)
 

@@ -15,7 +15,7 @@ from llm_train_bench.base.hardware import device_called, find_hardware
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.records import Record
 from llm_train_bench.formulas.time_statistics import surely, welch_ratio
-from llm_train_bench.settings.flags import Args, Script, defaults, differing
+from llm_train_bench.settings.flags import Args, Fp8Flags, Script, defaults, differing
 
 # Runs of one setting differ by this much.
 RUNS_DIFFER = 0.01
@@ -121,6 +121,7 @@ def compare(
                 rate, base = row.record.tokens_per_sec_per_gpu, first.record.tokens_per_sec_per_gpu
                 if not row.marks and not first.marks and rate and base:
                     row.ratio = rate / base
+                    row.record.remarks += beside_te(row.record, [r.record for r in members])
                     if spread := welch_ratio(row.record.rates, first.record.rates):
                         row.ratio_low, row.ratio_high, row.chance = spread
     tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
@@ -129,6 +130,24 @@ def compare(
     for row in rows:
         _fill_cost(row, prices, tokens)
     return rows
+
+
+# Arguments in which FP8 by Transformer Engine and the same modules without it may differ.
+FORMAT_ALONE = {"linear", *Fp8Flags.__dataclass_fields__}
+
+
+def beside_te(record: Record, others: list[Record]) -> list[str]:
+    """How FP8 by Transformer Engine compares with its modules without FP8, which are its reference."""
+    ours, rate = record.arguments or {}, record.tokens_per_sec_per_gpu or 0.0
+    if not (ours.get("use_fp8") and ours.get("fp8_backend") == "te"):
+        return []
+    for other in others:
+        theirs, base = other.arguments or {}, other.tokens_per_sec_per_gpu
+        differ = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
+        alike = other.hardware == record.hardware and other.n_gpus == record.n_gpus
+        if theirs.get("linear") == "te" and base and alike and differ <= FORMAT_ALONE:
+            return [f"FP8 alone, against {other.setting}: {rate / base:.3f}"]
+    return ["the ratio has Transformer Engine's fused norms too; --linear te is FP8's reference"]
 
 
 def group_of(r: Record) -> str:

@@ -65,6 +65,8 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     settings = [str(a["amp"])] if a.get("amp") else []
     if r.fp8:
         settings.append(f"fp8 {r.fp8.backend} {r.fp8.recipe}")
+    if r.linear == "te":
+        settings.append("Transformer Engine")
     if a.get("pt_compile"):
         mode = a.get("compile_mode", "default")
         settings.append("compile" if mode == "default" else str(mode))

@@ -232,7 +232,7 @@ def _low_precision_copies(work: Work) -> float:
     Blocks that make their own copies, in bf16 or twice in FP8, keep them if nothing is recomputed;
     torchao keeps none. Without a backward there is nothing to keep them for.
     """
-    own = work.compiled or bool(work.fp8)
+    own = work.compiled or bool(work.fp8) or work.linear == "te"
     blocks, copies = enumerate(work.block_parameters), 0.0
     if not (work.fp8 and work.fp8.backend == "torchao") and (work.trains or not own):
         copies = 2.0 * sum(n for i, n in blocks if not own or i not in work.recompute.blocks)
@@ -396,7 +396,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
             other += d + d + f * (2 if fp8.recipe in ("blockwise", "mxfp8") else 1)
         elif _keeps_inputs(work):
             numbers += d + f
-            if config.gated_mlp and not work.compiled:
+            if config.gated_mlp and not work.compiled and work.linear != "te":
                 numbers += f  # the activation's output before the product
         elif fp8.all_gather:
             numbers += f

@@ -213,7 +213,7 @@ class Work:
     chunk_elements: int = CHUNK_ELEMENTS
     """The most logits that the loss makes at a time (model/chunks.py)."""
     linear: str | None = None
-    """Library of linear layers: plain, onednn, auto where the run is to choose, None without a choice."""
+    """Of linear layers: te, plain, onednn, auto where the run is to choose, None without a choice."""
     fused_backward: bool = False
     """Whether backward passes make the gradients of biases and norms too (model/fused_backward.py)."""
     offload: bool = False

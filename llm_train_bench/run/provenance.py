@@ -133,6 +133,8 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
     if work.bf16_weights != "off":
         how = dict(master="fp32 master copies", stochastic="stochastic rounding")[work.bf16_weights]
         yield f"weights and gradients in bf16, moments in fp32; {how}"
+    if work.linear == "te":
+        yield "linear layers and norms of the blocks by Transformer Engine, without FP8"
     if n := work.config.mtp_layers:
         on = f"{n} trained" if work.config.mtp else f"the file's {n} are left out"
         yield f"modules of multi-token prediction (--mtp): {on}"

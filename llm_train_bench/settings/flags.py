@@ -62,7 +62,7 @@ def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
 
 
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex", "blocks"]
-Linear = Literal["auto", "plain", "onednn"]
+Linear = Literal["auto", "plain", "onednn", "te"]
 TrackerName = Literal["wandb", "mlflow", "openmetrics"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -126,8 +126,8 @@ class PrecisionFlags:
     tf32: Allow TF32 tensor cores in fp32 matmuls (NVIDIA).
     attention: Attention kernel. auto: blocks for short sequences on a CPU; otherwise PyTorch chooses.
         flex is for sliding windows. blocks is for a CPU, and keeps the probabilities for backward.
-    linear: Library of the linear layers in fp32 on a CPU: PyTorch's choice (plain) or oneDNN. auto
-        times both at the start; a resumed run keeps the choice.
+    linear: Library of the linear layers. In fp32 on a CPU: PyTorch's choice (plain) or oneDNN; auto
+        times both at the start. te: Transformer Engine without FP8, to compare its FP8 with.
     """
 
     device: Literal["auto", "cuda", "cpu"] = flag("auto", OUTPUT)

@@ -464,16 +464,34 @@ def resolve_attention(work: Work, platform: Platform) -> str:
 
 
 def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
-    """`plain`, `onednn`, or `auto` where the run is to time both; None where there is no choice.
+    """`te`, `plain`, `onednn`, or `auto` where the run is to time both; None where there is no choice.
 
-    UsageError where oneDNN is asked for and there is none.
+    UsageError where the library asked for cannot serve.
     """
+    if name == "te":
+        refuse_te(work.config, "--linear te")
+        if work.config.activation not in TE_ACTIVATIONS:
+            raise UsageError(f"--linear te: Transformer Engine has no {work.config.activation}")
+        return name
     able = platform == "cpu" and work.amp == "off" and not work.fused_backward
     if name == "onednn" and not able:
         raise UsageError(
             "--linear onednn: is for fp32 on a CPU, without --fused-backward; use --device cpu --amp off"
         )
     return name if able else None
+
+
+def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
+    """UsageError for what FP8 libraries, or (`te`) Transformer Engine's modules, have no layers for."""
+    unable = {"experts": config.experts, "latent attention": config.latent}
+    unable["layers with states"] = config.recurrent
+    unable["norms after its layers"] = te and (config.norm_after or config.norm_around)
+    unable["norms of 1 + weight"] = te and config.norm_offset
+    unable["a gate of attention's output"] = te and config.output_gate
+    for part in (part for part, has in unable.items() if has):
+        raise UsageError(
+            f"{flag}: {config.path} has {part}, which run as plain layers alone; leave it out"
+        )
 
 
 def resolve_lora(flags: LoraFlags, work: Work) -> Lora:
@@ -508,15 +526,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     """The linear layers of a block that run in FP8; UsageError where the sizes do not allow it."""
     config, tokens, recipe = work.config, work.batch.micro_tokens, flags.fp8_recipe
     te = flags.fp8_backend == "te"
-    unable = {"experts": config.experts, "latent attention": config.latent}
-    unable["layers with states"] = config.recurrent
-    unable["norms after its layers"] = te and (config.norm_after or config.norm_around)
-    unable["norms of 1 + weight"] = te and config.norm_offset
-    unable["a gate of attention's output"] = te and config.output_gate
-    for part in (part for part, has in unable.items() if has):
-        raise UsageError(
-            f"--use-fp8: {config.path} has {part}, which run in high precision alone; leave it out"
-        )
+    refuse_te(config, "--use-fp8", te)
     multiple = 16
     if recipe == "mxfp8":  # a scale per 32 numbers; hipBLASLt's matmuls sum over multiples of 128
         multiple = 128 if platform == "amd" else 32

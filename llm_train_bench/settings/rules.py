@@ -44,6 +44,11 @@ def _te_gathers(a: Args) -> bool:
 TOGGLES = (
     ("--use-fp8 with --amp off or fp16: FP8 matmuls take and return bf16; use --amp bf16",
      lambda a, s: a.use_fp8 and a.amp != "bf16"),
+    ("--linear te with --use-fp8, --pt-compile, --sac-policy op, --tp, --fused-backward, --lora-rank, "
+     "--bf16-weights, train_pp.py or --amp fp16: these modules are for plain bf16 here; leave it out",
+     lambda a, s: a.linear == "te" and (a.use_fp8 or a.pt_compile or a.sac_policy == "op" or a.tp > 1
+                                        or a.fused_backward or a.lora_rank or a.bf16_weights != "off"
+                                        or s is Script.PP or a.amp == "fp16")),
     ("--fp8-backend te with --pt-compile: torch.compile cannot trace Transformer Engine's modules; use "
      "--fp8-backend torchao, or leave out --pt-compile",
      lambda a, s: a.use_fp8 and a.fp8_backend == "te" and a.pt_compile),
@@ -144,8 +149,8 @@ CONTRADICTIONS = (
      lambda a, s: a.mtp is not None and (s is Script.PP or a.lora_rank)),
     ("--bf16-weights needs --amp bf16 and --optimizer adamw",
      lambda a, s: a.bf16_weights != "off" and (a.amp != "bf16" or a.optimizer != "adamw")),
-    ("--bf16-weights with --tp, --cp, --ep, train_pp.py, --use-fp8, --lora-rank, --zero1 or --cpu-offload "
-     "is not implemented; leave it out",
+    ("--bf16-weights with --tp, --cp, --ep, train_pp.py, --use-fp8, --lora-rank, --zero1 or "
+     "--cpu-offload is not implemented; leave it out",
      lambda a, s: a.bf16_weights != "off" and (_divided(a) or s is Script.PP or a.use_fp8 or a.lora_rank
                                                or a.zero1 or a.cpu_offload)),
     ("--lora-rank with --amp fp16: use --amp bf16", lambda a, s: a.lora_rank and a.amp == "fp16"),

@@ -101,12 +101,16 @@ class TransformerEngineFp8(Fp8):
             del optimizer.state[parameter]["master_param"]
 
 
-def apply_te(model: Transformer, work: Work, device: torch.device) -> TransformerEngineFp8:
-    """Convert the blocks' linear layers and norms, in place.
+def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
+    """Convert the blocks' linear layers and norms, in place; for --linear te they stay in bf16.
 
     UsageError where the hardware or an absent library stands against it.
     """
-    library, fp8 = import_te(device), work.fp8
+    fp8 = work.fp8
+    library = import_te(device, "--fp8-backend te" if fp8 else "--linear te")
+    if not fp8:
+        te_blocks.convert(model, library, cache_weights=False)
+        return Fp8()
     _quantization_state().reset()  # delayed scaling goes on updating the modules of earlier models
     recipe = make_recipe(fp8.recipe)
     shardable = hasattr(library, "quantized_model_init") and hasattr(library, "QuantizedTensor")
@@ -130,12 +134,12 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Transforme
     return TransformerEngineFp8(library, recipe, micro_batch, both, info, fp8.primary_weights)
 
 
-def import_te(device: torch.device) -> types.ModuleType:
+def import_te(device: torch.device, flag: str) -> types.ModuleType:
     """`transformer_engine.pytorch`; UsageError in one line where it or its GPU is missing."""
     if device.type != "cuda":
         raise UsageError(
-            "--fp8-backend te: Transformer Engine needs a GPU; --fp8-backend torchao --fp8-emulate "
-            "computes FP8 on a CPU"
+            f"{flag}: Transformer Engine needs a GPU; --fp8-backend torchao --fp8-emulate computes FP8 "
+            "on a CPU"
         )
     try:
         return importlib.import_module("transformer_engine.pytorch")
@@ -145,8 +149,8 @@ def import_te(device: torch.device) -> types.ModuleType:
         if torch.version.hip:
             get = "take an image with ROCm's build of it (rocm/primus)"
         raise UsageError(
-            f"--fp8-backend te: Transformer Engine cannot be imported: {reason}; "
-            f"{get}, or use --fp8-backend torchao"
+            f"{flag}: Transformer Engine cannot be imported: {reason}; {get}, or use --fp8-backend "
+            "torchao"
         ) from None
 
 
