@@ -29,8 +29,8 @@ from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Fp8Work, Work
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import Script
-from llm_train_bench.settings.plan import make_plan
+from llm_train_bench.settings.flags import LoraFlags, Script
+from llm_train_bench.settings.plan import make_plan, resolve_lora
 
 PUBLISHED = Path(__file__).parent / "published"
 OUTLIER = 0.15
@@ -41,11 +41,14 @@ PER_NODE = {"GB200 (one GPU)": 72, "GB300 (one GPU)": 72}
 
 @functools.cache
 def published_rows(split: str | None = None) -> tuple[dict, ...]:
-    """The settings and figures of others, of one split or all; `source` and `split` are in each."""
+    """The settings and figures of others, of a split, or of both that concern training of all weights.
+
+    `source` and `split` are in each. Rows of split `lora` had no part in a constant either.
+    """
     rows = []
     for path in sorted(PUBLISHED.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if split in (None, content["split"]):
+        if content["split"] == split or (split is None and content["split"] != "lora"):
             about = {"source": content["source"], "split": content["split"], "file": path.stem}
             rows += [about | row for row in content["rows"]]
     return tuple(rows)
@@ -65,6 +68,8 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     work = make_plan(args, script, row["gpus"], gpu.platform, config, gpu.memory_gib).work
     if recipe := row.get("fp8"):
         work = dataclasses.replace(work, fp8=Fp8Work("te", recipe))
+    if lora := row.get("lora"):  # in a layout where our scripts refuse it too
+        work = dataclasses.replace(work, lora=resolve_lora(LoraFlags(**lora), work))
     kinds, clock = ("bf16", "fp8", "measured_bf16", "measured_fp8"), row.get("clock", 1.0)
     rates = {f"{kind}_tflops": getattr(gpu, f"{kind}_tflops") for kind in kinds}
     slower = {name: rate and rate * clock for name, rate in rates.items()}
@@ -144,6 +149,12 @@ def main() -> None:
         if args.rows:
             show(rows)
     show_whole(table)
+    sample = errors(published_rows("lora"))
+    median = statistics.median(map(abs, sample))
+    between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
+    print(f"LoRA: {len(sample)} rows, median error {median:.1%}, {between}")
+    if args.rows:
+        show(published_rows("lora"))
     for kind, sample in memory_errors(published_rows()).items():
         between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
         median = f"median error {statistics.median(map(abs, sample)):.0%}"

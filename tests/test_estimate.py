@@ -29,6 +29,7 @@ from llm_train_bench.estimate.predict import make_estimate
 from llm_train_bench.estimate.step_events import simulate_step
 from llm_train_bench.formulas import memory_model
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_parameters
+from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import block_activations, estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
 from llm_train_bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time
@@ -334,6 +335,19 @@ def test_rows_are_split_by_source_and_many_are_held():
     assert len({row["file"] for row in rows}) == len({(row["file"], row["split"]) for row in rows})
     # Rows that were given to us as a test chose no constant.
     assert {"nemo-automodel-summary", "torchtitan-asynctp-rows"} <= held_files
+
+
+def test_the_page_has_every_published_lora_figure_and_what_we_estimate():
+    """FLOPs by our count are theirs within 8 %: adapters, and the masked half of attention."""
+    page = (ROOT / "docs/MODELS.md").read_text(encoding="utf-8")
+    rows = published_rows("lora")
+    assert len(rows) >= 11 and not any(row["split"] == "lora" for row in published_rows())
+    for row, error in zip(rows, published.errors(rows), strict=True):
+        rate = row["tokens_per_sec_per_gpu"]
+        assert f"| {rate:,.0f} | {rate * (1 + error):,.0f} | {error:+.0%} |" in page, row
+        if tflops := row.get("tflops"):
+            flops = step_flops_per_token(published.step_of(row)[0], True) * rate / 1e12
+            assert 0 < flops / tflops - 1 < 0.08 and f"| {tflops} | {flops:,.0f} |" in page
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,14 @@
 """The flags of estimate.py, and the device and the trainer that they describe. Needs no torch."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware, limited
 from llm_train_bench.base.machine import cpu_name
-from llm_train_bench.formulas.work import Theirs, Work
-from llm_train_bench.settings.flags import Args, flag, key_values
+from llm_train_bench.formulas.work import Fp8Work, Theirs, Work
+from llm_train_bench.settings.flags import Args, LoraFlags, TeRecipe, flag, key_values
+from llm_train_bench.settings.plan import resolve_lora
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class EstimateFlags:
     limit: Limits of one GPU: power=W, clock=MHZ, memory=GIB, or nic=GB/s of its network, one way.
     trainer: How another trainer differs: weights=bf16 (no fp32 copies), moments=bf16 or 8bit,
         logits=whole (no chunked loss), zero=2 (with --parallel ddp), sac=every-other-matmul
-        (torchtitan's op policy).
+        (torchtitan's op policy), fp8=RECIPE or lora=RANK with any layout.
     trace: Also count memory by tracing our model under fake tensors (takes seconds).
     fit: Run a few steps on this machine, and compare their memory with the estimate.
     calibrate: Correct the estimate by the measurements in a run's result.json.
@@ -63,6 +64,9 @@ TRAINERS: dict[str, dict[str, tuple[str, object]]] = {
     "logits": {"whole": ("whole_logits", True)},
     "zero": {"2": ("zero2", True)},
     "sac": {"every-other-matmul": ("", None)},
+    # In layouts where our own scripts refuse them.
+    "fp8": {recipe: ("fp8", Fp8Work("te", recipe)) for recipe in get_args(TeRecipe)},
+    "lora": {str(2**i): ("lora", 2**i) for i in range(9)},
 }
 
 
@@ -81,17 +85,21 @@ def device_of(name: str, wanted: EstimateFlags) -> Hardware:
 
 def adapted(work: Work, wanted: EstimateFlags) -> Work:
     """The step adapted to another trainer; UsageError for a difference that is not known."""
-    fields, recompute = {}, work.recompute
+    fields, recompute, others = {}, work.recompute, {}
     for key, value in key_values("--trainer", wanted.trainer, dict.fromkeys(TRAINERS, str)).items():
         if value not in TRAINERS[key]:
             raise UsageError(f"--trainer {key}={value}: must be {' or '.join(TRAINERS[key])}")
         if key == "zero" and wanted.parallel != "ddp":
             raise UsageError("--trainer zero=2 needs --parallel ddp; train_fsdp.py is ZeRO-3")
-        if key == "sac":
+        if key == "fp8":
+            others[key] = TRAINERS[key][value][1]
+        elif key == "lora":
+            others[key] = resolve_lora(LoraFlags(lora_rank=int(value)), work)
+        elif key == "sac":
             if not recompute.blocks:
                 raise UsageError("--trainer sac=every-other-matmul needs --sac-freq")
             recompute = dataclasses.replace(recompute, policy=value)
         else:
             name, meaning = TRAINERS[key][value]
             fields[name] = meaning
-    return dataclasses.replace(work, recompute=recompute, theirs=Theirs(**fields))
+    return dataclasses.replace(work, recompute=recompute, theirs=Theirs(**fields), **others)

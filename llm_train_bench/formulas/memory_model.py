@@ -148,7 +148,8 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     last = config.num_hidden_layers - 1 in layers
     logits, head_gradient = _loss(work, sizes, fused_norm) if last else (0.0, 0.0)
     gathered = sizes.root_gathered + sizes.gathered_blocks
-    whole = (fsdp.reduce_bytes if w == 2 else 4) * (sizes.root + sizes.blocks_here) * work.trains
+    whole = (fsdp.reduce_bytes if w == 2 else 4) * (sizes.root + sizes.blocks_here)
+    whole *= work.trains and not work.lora
     lasting = parameters + optimizer + gathered + boundaries
     if not work.trains:
         passing = max(_passing_activations(work, layer) for layer in layers)
