@@ -152,8 +152,10 @@ class ModelConfig:
         shared = family.startswith("qwen")  # several modules would have one first layer
         apart = self.raw.get("mtp_use_dedicated_embeddings")
         if not n or family in MTP_NOT_IMPLEMENTED or (shared and (n > 1 or apart)):
-            why = f"{family}'s {n} modules are not implemented" if n else f"no {MTP_KEYS[0]}"
-            raise ConfigError(f"--mtp: {self.path} has {why}; leave it out")
+            why = (
+                f"{family}'s {n} modules are not implemented" if n else "its file names no modules"
+            )
+            raise ConfigError(f"--mtp: {self.path}: {why}; leave it out")
         windows = (*self.windows[: self.num_hidden_layers], *[None] * n)
         return dataclasses.replace(self, mtp=n, mtp_weight=weight, windows=windows)
 

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
-from llm_train_bench.model.families import FAMILIES
+from llm_train_bench.model.families import FAMILIES, MTP_KEYS
 from llm_train_bench.model.hf_names import hf_names, row_sizes
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.model.layout import HasWeights
@@ -114,9 +115,12 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
         other = load_config(directory, config.vocab_multiple)
         other = other.with_mtp(config.mtp_weight) if config.mtp else other
         ours, theirs = vars(config), vars(other)
-        for key in (k for k in ours if ours[k] != theirs[k] and k not in TRAINING_KEYS):
+        differ = [key for key in ours if ours[key] != theirs[key] and key not in TRAINING_KEYS]
+        if differ:
+            key = "mtp" if "mtp" in differ else differ[0]  # it changes windows too
+            name = MTP_KEYS[0] if key == "mtp" else key
             raise ConfigError(
-                f"{directory}/config.json: {key} is {theirs[key]}, but {config.path} "
+                f"{directory}/config.json: {name} is {theirs[key]}, but {config.path} "
                 f"says {ours[key]}; give the config that belongs to the weights"
             )
     index = _index(directory)
@@ -132,8 +136,12 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
                 raise ConfigError(f"{file}: {theirs} holds {kind}; quantised weights are not read")
             places[name].append(place)
             used.add(theirs)
+    embed = places["embed.weight"][0]
+    head = places.get("lm_head.weight", [embed])[0]
     if config.tie_word_embeddings and "lm_head.weight" in index:
-        _refuse_other_head(index, places["embed.weight"][0])
+        _refuse_other(index, "lm_head.weight", embed)
+    for name in (name for name in index if config.mtp and _further(config, name, index)):
+        _refuse_other(index, name, embed if name.endswith("embed_tokens.weight") else head)
     for theirs in index.keys() - used:
         tied = config.tie_word_embeddings and theirs == "lm_head.weight"
         if not tied and not theirs.endswith(NO_PARAMETERS) and not _further(config, theirs, index):
@@ -165,7 +173,8 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
     try:
         stored = parse_json((directory / "manifest.json").read_text())["manifest"]["tensors"]
         for name, parameter in model.weights():
-            tensor = stored[f"p/{name}"]
+            if (tensor := stored.get(f"p/{name}")) is None:
+                raise ConfigError(f"{directory}: has no {name}; is it a checkpoint of that model?")
             if (shape := list(tensor["shape"])) != list(parameter.shape):
                 raise _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
             parts = [Part(**part) for part in tensor["parts"]]
@@ -193,18 +202,21 @@ def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, places: P
     parameter[value.shape[0] :].zero_()
 
 
-def _refuse_other_head(index: dict[str, Path], embed: tuple[Path, str]) -> None:
-    """ConfigError if the weights hold a head that the config's tie to the embedding would drop."""
+def _refuse_other(index: dict[str, Path], name: str, shared: tuple[Path, str]) -> None:
+    """ConfigError if the weights hold a tensor that is no copy of the one that the model has for it."""
     values = []
-    for path, name in ((index["lm_head.weight"], "lm_head.weight"), embed):
-        _shape_and_dtype(path, name)
+    for path, tensor in ((index[name], name), shared):
+        _shape_and_dtype(path, tensor)
         with safe_open(path, framework="pt") as f:
-            values.append(f.get_tensor(name))
+            values.append(f.get_tensor(tensor))
     if not torch.equal(*values):
-        raise ConfigError(
-            f"{index['lm_head.weight']}: lm_head.weight is not {embed[1]}, though config.json ties them; "
-            "set tie_word_embeddings to false in it, and in the run's config"
-        )
+        why = "though a module of multi-token prediction shares it here; leave out --mtp"
+        if name == "lm_head.weight":
+            why = (
+                "though config.json ties them; set tie_word_embeddings to false in it, and in the "
+            )
+            why += "run's config"
+        raise ConfigError(f"{index[name]}: {name} is not {shared[1]}, {why}")
 
 
 def _index(directory: Path) -> dict[str, Path]:
@@ -266,5 +278,7 @@ def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    meta = {"architectures": [ARCHITECTURES[config.model_type]], "dtype": dtype}
+    meta: dict[str, Any] = {"architectures": [ARCHITECTURES[config.model_type]], "dtype": dtype}
+    if not config.mtp:  # the file has no modules
+        meta |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}
     (directory / "config.json").write_text(json.dumps(config.raw | meta, indent=2) + "\n")

@@ -264,7 +264,8 @@ class Transformer(HasWeights):
         for _, block in layers[len(layers) - self.config.mtp :]:
             if None not in masks:
                 masks[None] = self.mask_for(T, None, places, documents, x.device)
-            embedded = self.embed_tokens(ahead.clamp(min=0), places.own, inside)
+            # Where there is no label, any token of the sample.
+            embedded = self.embed_tokens(torch.where(ahead < 0, tokens, ahead), places.own, inside)
             x = block(x, rope, masks[None], embedded)
             ahead = F.pad(ahead[:, 1:], (0, 1), value=MASKED).masked_fill(labels < 0, MASKED)
             further.append(self.loss_of(x, ahead, places.own))

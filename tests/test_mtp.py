@@ -1,5 +1,6 @@
 """Multi-token prediction: modules that learn to predict the tokens after the next one."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.check.share import read_shared, share
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
 from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.model.hf import check_pretrained, save_pretrained, to_hf
@@ -127,11 +129,27 @@ def test_parameters_and_files(values, tmp_path):
     check_pretrained(plain, tmp_path)  # the modules are left out
 
 
-def test_a_file_with_an_unknown_tensor_in_a_module_is_refused(tmp_path):
+def test_a_file_with_other_tensors_in_a_module_is_refused(tmp_path):
+    """Not with copies of what the model shares with its modules."""
     config = parse_config(DEEPSEEK, "x.json").with_mtp(0.3)
     save_pretrained(built(config), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     last = config.num_hidden_layers
+    head, own = f"model.layers.{last}.shared_head.head.weight", tensors["lm_head.weight"]
+    for value, message in (
+        (own, None),
+        (own + 1, "is not lm_head"),
+        (own[:3].clone(), "is not lm_head"),
+    ):
+        save_file(tensors | {head: value.clone()}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+            check_pretrained(config, tmp_path)
+    fewer = parse_config(DEEPSEEK | dict(num_nextn_predict_layers=1), "x.json").with_mtp(0.3)
+    with pytest.raises(ConfigError, match=r"num_nextn_predict_layers is 2, but x\.json says 1"):
+        check_pretrained(fewer, tmp_path)
+    save_pretrained(built(parse_config(DEEPSEEK, "x.json")), tmp_path / "without")
+    with pytest.raises(ConfigError, match="its file names no modules"):
+        check_pretrained(config, tmp_path / "without")
     save_file(
         tensors | {f"model.layers.{last}.extra": torch.ones(1)}, tmp_path / "model.safetensors"
     )
@@ -186,6 +204,15 @@ def test_a_run_names_it_and_reports_the_next_tokens_loss(tmp_path):
     assert off["metrics"]["final_loss"] == pytest.approx(on["metrics"]["final_loss"], abs=1e-6)
     assert off["model"]["hash"] != on["model"]["hash"]
     assert on["metrics"]["flops_per_token_causal"] > 1.5 * off["metrics"]["flops_per_token_causal"]
+    # What is shared is checked against the same config and flags.
+    for i, r in enumerate(results):
+        (run,) = (tmp_path / str(i)).glob("*/result.json")
+        share([run.parent], tmp_path / f"{i}.json")
+        ours = r["model"]
+        theirs = read_shared(tmp_path / f"{i}.json").runs[0].result.model.model_dump()
+        assert all(
+            ours[key] == theirs[key] for key in ("hash", "n_parameters", "n_matmul_parameters")
+        )
     notes = [json.dumps(r["notes"]) for r in results]
     assert "the file's 2 are left out" in notes[0] and "(--mtp): 2 trained" in notes[1]
 
@@ -193,8 +220,8 @@ def test_a_run_names_it_and_reports_the_next_tokens_loss(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {}, "no num_nextn_predict_layers"),
-        ("deepseek_v3", dict(num_nextn_predict_layers=0), "no num_nextn_predict_layers"),
+        ("llama", {}, "its file names no modules"),
+        ("deepseek_v3", dict(num_nextn_predict_layers=0), "its file names no modules"),
         ("minimax_m2", dict(num_mtp_modules=3), "minimax_m2's 3 modules are not implemented"),
         ("qwen3_next", dict(mtp_num_hidden_layers=2), "2 modules are not implemented"),
         (

@@ -218,6 +218,8 @@ def _model(r: Result) -> tuple[ModelConfig | None, ModelInfo]:
     if re.fullmatch(r"[\w.-]+", r.model.name) and shipped.exists():
         name = shipped.stem if model_hash(str(shipped)) == config.hash else name
     config = parse_config(raw, f"configs/{name}.json", config.vocab_multiple)
+    if r.ours and (factor := r.args.get("mtp")) is not None:
+        config = config.with_mtp(float(factor))
     return config, ModelInfo(
         name=name,
         path=config.path,
@@ -317,7 +319,7 @@ def _fp8(r: Result, work: Any, config: ModelConfig | None) -> Fp8Info:
     """What runs in FP8 by the flags; of the file it takes the library's version."""
     layers = [
         n * k
-        for i in range(config.num_hidden_layers if config else 0)
+        for i in range(config.num_blocks if config else 0)
         for name, (n, k) in (config.block_shapes(i) if config else {}).items()
         if name in work.layers
     ]

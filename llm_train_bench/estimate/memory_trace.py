@@ -7,6 +7,7 @@ the copy of the head's weight with aligned rows on a GPU, the allocator's roundi
 PyTorch (CUDA context, communication buffers).
 """
 
+import collections
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from llm_train_bench.apply.kernels import apply_kernels
 from llm_train_bench.apply.offload import Copies, apply_offload
@@ -79,6 +81,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             ),
             mock.patch.object(Transformer, "look_up", lambda model, tokens: model.embed(tokens)),
             mock.patch.object(F, "scaled_dot_product_attention", _attention_as_on_gpu),
+            mock.patch.object(torch.Tensor, "register_hook", _hook_of_learnt),
         ):
             return _track(model, work, optimizer)
 
@@ -190,13 +193,22 @@ class _FusedAttention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-_attention = F.scaled_dot_product_attention
+_attention, _register_hook = F.scaled_dot_product_attention, torch.Tensor.register_hook
 
 
 def _attention_as_on_gpu(q, k, v, **options):
     if q.shape[-1] == v.shape[-1]:
         return _attention(q, k, v, **options)
     return _FusedAttention.apply(q, k, v)
+
+
+def _hook_of_learnt(tensor: Tensor, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a hook of the gradient where there will be one; the tracker hooks frozen weights too."""
+    return (
+        _register_hook(tensor, hook)
+        if tensor.requires_grad
+        else RemovableHandle(collections.OrderedDict())
+    )
 
 
 @contextlib.contextmanager

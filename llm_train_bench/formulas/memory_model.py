@@ -104,6 +104,8 @@ def estimate_memory(
     reduced *= learns
     in_backward = lasting + gathered + kept + sizes.copies
     in_backward += (sizes.vocabulary * width if fsdp else head_gradient) * learns
+    if work.config.mtp:  # the embedding's gradient begins with the last module's
+        in_backward += sizes.vocabulary * (width if fsdp else 4)
     in_backward += _in_backward(work, work.layers, reduced, fused_norm)
     if work.offload and not (several or work.ddp.buckets):
         in_backward += gradients  # elsewhere they grow while what is kept shrinks
@@ -478,11 +480,15 @@ def _kept_here(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
 
 
 def _backward_buffers(work: Work, layer: int) -> float:
-    """Bytes of gradients of the MLP's activations, beyond the activations freed by then."""
+    """Bytes of gradients of the MLP's activations, beyond the activations freed by then.
+
+    Of experts also those of rows: weighed and not weighed, and under --ep those that came.
+    """
     config, wide = work.config, 2 if work.config.gated_mlp else 1
     if config.has_experts(layer):
         rows = work.own_tokens * config.experts.per_token
-        return work.matmul_bytes * rows * wide * config.experts.size
+        passing = (2 + (work.fsdp.ep > 1)) * (config.experts.latent or config.hidden_size)
+        return work.matmul_bytes * rows * (wide * config.experts.size + passing)
     tp = work.fsdp.tp
     return work.matmul_bytes * work.gathered_tokens * wide * config.intermediate_size / tp
 
