@@ -44,11 +44,6 @@ def _te_gathers(a: Args) -> bool:
 TOGGLES = (
     ("--use-fp8 with --amp off or fp16: FP8 matmuls take and return bf16; use --amp bf16",
      lambda a, s: a.use_fp8 and a.amp != "bf16"),
-    ("--linear te with --use-fp8, --pt-compile, --sac-policy op, --tp, --fused-backward, --lora-rank, "
-     "--bf16-weights, train_pp.py or --amp fp16: these modules are for plain bf16 here; leave it out",
-     lambda a, s: a.linear == "te" and (a.use_fp8 or a.pt_compile or a.sac_policy == "op" or a.tp > 1
-                                        or a.fused_backward or a.lora_rank or a.bf16_weights != "off"
-                                        or s is Script.PP or a.amp == "fp16")),
     ("--fp8-backend te with --pt-compile: torch.compile cannot trace Transformer Engine's modules; use "
      "--fp8-backend torchao, or leave out --pt-compile",
      lambda a, s: a.use_fp8 and a.fp8_backend == "te" and a.pt_compile),
@@ -78,6 +73,11 @@ TOGGLES = (
 )
 # All other flags that contradict each other.
 CONTRADICTIONS = (
+    ("--linear te with --use-fp8, --pt-compile, --sac-policy op, --tp, --fused-backward, --lora-rank, "
+     "--bf16-weights, train_pp.py or --amp fp16: these modules are for plain bf16 here; leave it out",
+     lambda a, s: a.linear == "te" and (a.use_fp8 or a.pt_compile or a.sac_policy == "op" or a.tp > 1
+                                        or a.fused_backward or a.lora_rank or a.bf16_weights != "off"
+                                        or s is Script.PP or a.amp == "fp16")),
     ("--sac-freq needs a backward; use --pass-type forward-backward or step",
      lambda a, s: a.sac_freq and a.pass_type == "forward"),
     ("--offload-activations needs a backward; use --pass-type forward-backward or step",
