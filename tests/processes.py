@@ -26,7 +26,7 @@ import train_fsdp  # noqa: F401
 from llm_train_bench.base import start
 from llm_train_bench.parallel import ranks
 from llm_train_bench.run import agent  # noqa: F401
-from tests.helpers import ROOT, read_steps
+from tests.helpers import ROOT, read_steps, words
 
 TORCHRUN = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node".split()
 TORCHRUN.insert(0, sys.executable)
@@ -133,6 +133,16 @@ class Started(Warm):
 
     def kill_all(self) -> None:
         signal_all(self.members(), signal.SIGKILL)
+
+
+def forked(*parts, cwd=ROOT, code=0, **environment) -> subprocess.CompletedProcess:
+    """As tests.helpers.python, but forked from this process, with all that it starts."""
+    command, environment = [sys.executable, *words(*parts)], os.environ | environment
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = Warm(command, cwd=cwd, env=environment, text=True, **streams)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out + err
+    return subprocess.CompletedProcess(command, code, out, err)
 
 
 def signal_all(pids, number: int) -> None:

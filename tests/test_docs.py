@@ -20,7 +20,8 @@ from llm_train_bench.results.result_files import Step
 from llm_train_bench.settings.command_line import parse_args, translated
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
-from tests.helpers import ROOT, python, run_train, without_inductor, words
+from tests.helpers import ROOT, run_train, without_inductor, words
+from tests.processes import forked
 
 METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -186,7 +187,7 @@ def tiny_world(tmp_path, a_run):
             for name in two_ranks:
                 flags[flags.index(name) + 1] = "2"
             small += [] if two_ranks else ["--nproc", "1"]
-            python(script, f"configs/{tiny}-tiny.json", flags, small, TORCHDYNAMO_DISABLE="1")
+            forked(script, f"configs/{tiny}-tiny.json", flags, small, TORCHDYNAMO_DISABLE="1")
 
     return run
 

@@ -44,7 +44,8 @@ from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, Script, defaults
 from llm_train_bench.settings.plan import make_plan
 from tests.dist_worker import Traffic
-from tests.helpers import ROOT, plan_of, python, run_train, trained, words
+from tests.helpers import ROOT, plan_of, run_train, trained, words
+from tests.processes import forked
 
 H100 = find_hardware("h100")
 RECORD = ROOT / "tests/results/estimates.jsonl"
@@ -916,13 +917,13 @@ def test_a_run_that_cannot_fit_ends_with_4_before_it_starts(tmp_path, monkeypatc
     assert run_train(*argv) == 4
     error = capsys.readouterr().err
     assert "the GPU has 0.1" in error and error.count("\n") == 1 and not any(tmp_path.iterdir())
-    assert run_train(*argv, "--no-fit-check") == 0
+    assert run_train(*argv, *words("--no-fit-check --warmup-seconds 0")) == 0
 
 
 @pytest.mark.parametrize("script", ["train.py", "train_ddp.py"])
 def test_a_batch_that_cannot_fit_is_refused_at_once(script, tmp_path):
     argv = words(RUN, "--bsz 2147483648 --device cpu --output-dir", tmp_path)
-    error = python(script, argv, code=4).stderr
+    error = forked(script, argv, code=4).stderr
     assert "token ids of a micro batch alone need" in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 

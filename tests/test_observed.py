@@ -24,13 +24,13 @@ from tests.helpers import (
     config,
     only_result,
     plan_of,
-    python,
     run_train,
     train_main,
     trained,
     words,
     write_config,
 )
+from tests.processes import forked
 
 TINY = words("configs/gpt2-tiny.json --bsz 2 --seq-len 32 --warmup-steps 1 --n-steps 3 --device cpu "
              "--no-tensorboard")  # fmt: skip
@@ -289,7 +289,7 @@ def test_the_bandwidth_of_collectives_is_what_a_ring_sends():
 
 
 def test_two_ranks_tell_the_bandwidth_of_their_collectives(tmp_path):
-    done = python("train_ddp.py", TINY, "--grad-acc-steps 3 --nproc 2 --output-dir", tmp_path)
+    done = forked("train_ddp.py", TINY, "--grad-acc-steps 3 --nproc 2 --output-dir", tmp_path)
     r = only_result(tmp_path)
     use = r["observed"]["collectives"]["all-reduce"]
     assert use["input_bytes"] == pytest.approx(r["metrics"]["all_reduce_bytes"], abs=64)

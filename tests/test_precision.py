@@ -611,7 +611,8 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
     # As if blocks ran as CUDA graphs, whose refusals are counted.
     monkeypatch.setattr("llm_train_bench.run.launch.platform_of", lambda device: "nvidia")
     with without_inductor():
-        r = trained(tmp_path, TINY, "--amp off --pt-compile --compile-mode reduce-overhead")
+        flags = "--amp off --pt-compile --compile-mode reduce-overhead --warmup-seconds 0"
+        r = trained(tmp_path, TINY, flags)
     notes = [n for n in r["notes"] if "without CUDA graphs" in n]
     assert [n.split()[0] for n in notes] == (["2"] if refused else [])
 

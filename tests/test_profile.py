@@ -34,13 +34,13 @@ from tests.helpers import (
     ROOT,
     only_result,
     plan_of,
-    python,
     read_steps,
     trained,
     without_inductor,
     words,
     write_config,
 )
+from tests.processes import forked
 
 TINY = words("configs/llama-tiny.json --seq-len 64 --bsz 4 --device cpu --amp off --n-steps 4 "
              "--warmup-steps 2 --no-observe")  # fmt: skip
@@ -309,7 +309,7 @@ def test_tensorboard_hparams_are_those_of_the_run(run):
 )  # fmt: skip
 def test_every_rank_leaves_a_trace(script, flags, tmp_path):
     argv = words(TINY, "--profile --memory-snapshot", flags, "--output-dir", tmp_path)
-    python(script, argv, TORCHDYNAMO_DISABLE="1")
+    forked(script, argv, TORCHDYNAMO_DISABLE="1")
     r = Result.model_validate(only_result(tmp_path))
     p = r.profile
     assert p.in_window is ("--profile-start" in flags)
