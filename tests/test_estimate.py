@@ -285,7 +285,8 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     """Tensors that autograd saves in one block, or if compiled those torch's partitioner keeps."""
     T, cpu, sizes = 24, torch.device("cpu"), {}
     shape = load_config(f"configs/{model}.json")
-    config = dataclasses.replace(shape, num_hidden_layers=1, windows=(None,), **changed)
+    changed = changed | dict(num_hidden_layers=1, windows=(None,), vocab_size=256)
+    config = dataclasses.replace(shape, **changed)
     blocks = "blocks" in flags
     platform = "cpu" if blocks else "nvidia"
     work = work_of(f"{model}.json --bsz 2 --seq-len {T} {flags}", config=config, platform=platform)
