@@ -42,7 +42,7 @@ from tests.helpers import (
     without_inductor,
     words,
 )
-from tests.processes import training, wait_until
+from tests.processes import Warm, training, wait_until
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu"]
 FP32 = [*TINY, "--amp", "off"]
@@ -282,11 +282,13 @@ def test_unknown_device_has_no_mfu_and_says_so(plain, capsys):
     assert "Some GPU [rev a1]" in table
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_what_was_measured(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "start"), [(signal.SIGINT, subprocess.Popen), (signal.SIGTERM, Warm)]
+)
+def test_a_signal_keeps_what_was_measured(tmp_path, number, start):
     flags = words(FP32, "--n-steps 100000 --warmup-steps 2 --output-dir", tmp_path / "runs")
     argv = [sys.executable, "train.py", *flags]
-    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    process = start(argv, stderr=subprocess.PIPE, text=True)
     assert wait_until(lambda: process.poll() is not None or training(tmp_path / "runs"), 240)
     for _ in range(20):  # an impatient user
         process.send_signal(number)
