@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,6 @@ from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import meter as meter_module
 from llm_train_bench.run.meter import Meter
 from tests.helpers import FAMILIES, ROOT, only_result, read_steps, trained
-from tests.processes import forked
 
 TINY = str(ROOT / "configs/gpt2-tiny.json")
 SMALL = {"tokens_per_step": 32, "warmup_steps": 2, "n_steps": 3}
@@ -52,15 +52,6 @@ def transformer(path=TINY):
 
     config = AutoConfig.for_model(**json.loads(Path(path).read_text()))
     return AutoModelForCausalLM.from_config(config)
-
-
-def forked_anew(directory, command):
-    """Run a command on TINY, without the ranks that Accelerate found for another test's Trainer."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    forked(command.split(), TINY, cwd=directory)
 
 
 def test_a_loop_has_the_figures_of_train_py(tmp_path):
@@ -361,7 +352,11 @@ def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monke
     ("-m torch.distributed.run --nproc-per-node 2 examples/accelerate_loop.py", 2),
 ])  # fmt: skip
 def test_examples_measure_what_they_run(tmp_path, command, ranks):
-    forked_anew(tmp_path, command.replace("examples", f"{ROOT}/examples"))
+
+    words = [str(ROOT / w) if w.startswith("examples") else w for w in command.split()]
+    words = [sys.executable, *words, TINY]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     r = only_result(tmp_path / "runs")
     tokens = {1: 4 * 128, 2: 4 * 128 * 2 * 2}[ranks]
     own = trained(
@@ -643,7 +638,20 @@ torch.distributed.destroy_process_group()
 def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
     """Ranks that measure different steps are unfit; a loss is not halved by another rank's tokens."""
     (tmp_path / "both.py").write_text(TRAINER)
-    forked_anew(tmp_path, "-m torch.distributed.run --nproc-per-node 2 both.py")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "both.py",
+        TINY,
+    ]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
     uneven = only_result(tmp_path / "uneven")
     assert uneven["metrics"]["window_saves"] == 1  # of the other rank
     reasons = uneven["unfit_reasons"]
