@@ -11,9 +11,16 @@ from torch import nn
 
 from llm_train_bench.apply import optimizer as module
 from llm_train_bench.apply.optimizer import Bf16AdamW, optimizer_of, optimizer_step
+from llm_train_bench.apply.precision import set_weights
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.estimate.memory_trace import traced_memory
+from llm_train_bench.formulas.collectives import ddp_bytes, fsdp_bytes
+from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.run.checkpoint.manifest import check_same_training, read_manifest
 from llm_train_bench.settings.flags import OptimizerFlags
-from tests.helpers import FAMILIES, plan_of, run_train, words, write_config
+from tests.dist_worker import Traffic
+from tests.helpers import FAMILIES, config, plan_of, run_train, words, write_config
 
 FLAGS = OptimizerFlags(lr=0.01, weight_decay=0.1)
 
@@ -129,6 +136,40 @@ def test_a_run_is_in_bf16_and_goes_on_from_its_checkpoint(how, tmp_path):
     result = json.loads((tmp_path / "whole/result.json").read_text())
     assert "in bf16, moments in fp32" in json.dumps(result["notes"])
     assert run_train(*common[:-1], "off", "--output-dir", tmp_path, "--resume", saved) == 2
+    # A checkpoint from before the flag was trained at its default.
+    manifest, plan = read_manifest(saved), plan_of(common)
+    older = {key: value for key, value in manifest.args.items() if key != "bf16_weights"}
+    manifest, flags = manifest.model_copy(update={"args": older}), vars(plan.args)
+    with pytest.raises(UsageError, match=f"--bf16-weights {how}: .* was trained with off"):
+        check_same_training(manifest, saved, plan.work, 6, flags, plan.data)
+    off = flags | {"bf16_weights": "off"}
+    check_same_training(manifest, saved, plan.work, 6, off, plan.data)
+
+
+def test_all_but_the_correction_of_a_routers_choice_is_in_bf16():
+    """A step of 0.001 would be lost beside a correction of 1."""
+    shape = config("deepseek_v3", router_bias_update_rate=0.001)
+    argv = words("x.json --device cpu --bf16-weights stochastic")
+    with torch.device("meta"):
+        model = Transformer(shape, 8)
+    set_weights(model, plan_of(argv, config=shape).work)
+    kinds = {name.endswith(".correction"): p.dtype for name, p in model.named_parameters()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_gradients_move_in_bf16_under_ddp_and_weights_under_fsdp():
+    """The router too, which FSDP otherwise gathers in fp32; reductions of FSDP stay in fp32."""
+    shape = config("deepseek_v3")
+    argv = words("x.json --bf16-weights master --seq-len 16 --bsz 1")
+    work = plan_of(argv, "train_ddp.py", 2, config=shape).work
+    assert ddp_bytes(parameter_shapes(shape), work) == {"all_reduce": 2 * count_parameters(shape)}
+    plan, traffic = plan_of(argv, "train_fsdp.py", 4, config=shape), Traffic(False)
+    traffic.looking = False
+    with traffic:
+        traced_memory(plan.work, plan.optimizer)
+    moved = fsdp_bytes(parameter_shapes(shape), plan.work)
+    for kind in ("all_gather", "reduce_scatter"):
+        assert moved[kind] == traffic.bytes[kind] / 2, kind  # it traces two steps
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ SETTINGS = [
     ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 4 --tp 4 --sac-freq 1/1 --sac-policy op"),
     ("train_fsdp.py", 8, 4096, "qwen3-30b-a3b-proxy --bsz 4 --ep 8"),
     ("train_fsdp.py", 8, 4096, "qwen3-30b-a3b-proxy --bsz 4 --ep 8 --sac-freq 1/1"),
-    ("train.py", 1, 2048, "qwen3.5-9b-proxy --bsz 1 --amp off --mtp 0.3"),
+    ("train_fsdp.py", 8, 4096, "qwen3.5-9b-proxy --bsz 4 --sac-freq 1/1 --mtp 0.3"),
     ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 2 --lora-rank 16"),
     ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 4 --lora-rank 16 --sac-freq 1/1", 0.13),
     (
@@ -351,6 +351,20 @@ def test_the_page_has_every_published_lora_figure_and_what_we_estimate():
         if tflops := row.get("tflops"):
             flops = step_flops_per_token(published.step_of(row)[0], True) * rate / 1e12
             assert 0 < flops / tflops - 1 < 0.08 and f"| {tflops} | {flops:,.0f} |" in page
+
+
+def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated):
+    """In a layout where our scripts have neither, as the published figure's."""
+    row = next(row for row in published_rows("lora") if row["tokens_per_sec_per_gpu"] == 2643)
+    work, gpu = published.step_of(row)
+    flags = words(row["flags"], "--bsz 1 --seq-len 4096 --trainer fp8=current lora=16")
+    made = estimated(
+        row["config"], "--gpu", "h100", "--gpus", "8", *flags, code=4
+    )  # ours does not fit
+    assert made["tokens_per_sec_per_gpu"] == pytest.approx(published.predicted(row, work, gpu))
+    with pytest.raises(SystemExit) as end:
+        estimate.main([row["config"], "--trainer", "lora=17"])
+    assert end.value.code == 2
 
 
 @pytest.fixture(scope="module")

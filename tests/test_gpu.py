@@ -296,6 +296,8 @@ def by_one_rank(script, out, *flags):
 ONE_RANK = [
     *((script, ["--amp", "off"], 1e-4) for script in RANKED),
     ("train_fsdp.py", ["--cpu-offload"], 1e-2),
+    *((script, ["--bf16-weights", "master"], 1e-2) for script in RANKED),
+    *((script, ["--bf16-weights", "stochastic"], 1e-2) for script in RANKED),
     *(
         pytest.param(script, ["--use-fp8", "--fp8-backend", backend], 1e-2, marks=mark)
         for backend, mark in MARKS.items()
