@@ -136,6 +136,18 @@ def test_a_run_is_in_bf16_and_goes_on_from_its_checkpoint(how, tmp_path):
     result = json.loads((tmp_path / "whole/result.json").read_text())
     assert "in bf16, moments in fp32" in json.dumps(result["notes"])
     assert run_train(*common[:-1], "off", "--output-dir", tmp_path, "--resume", saved) == 2
+    # In another format if asked to: of master copies the exact values.
+    for other in {"off", "stochastic", "master"} - {how}:
+        again = tmp_path / f"to {other}"
+        flags = ["--resume", saved, "--resume-anyway", "--export", "--output-dir", again]
+        assert run_train(*common[:-1], other, *flags) == 0
+        (export,) = again.glob("*/export/model.safetensors")
+        for name, value in load_file(export).items():
+            torch.testing.assert_close(
+                value.float(), exports[0][name].float(), atol=0.02, rtol=0.02
+            )
+        (last,) = again.glob("*/checkpoints/step-00000006/manifest.json")
+        assert ("master/" in last.read_text()) == (other == "master")
     # A checkpoint from before the flag was trained at its default.
     manifest, plan = read_manifest(saved), plan_of(common)
     older = {key: value for key, value in manifest.args.items() if key != "bf16_weights"}

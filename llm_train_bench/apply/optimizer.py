@@ -76,7 +76,8 @@ class Bf16AdamW(torch.optim.AdamW):
                 state |= {
                     k: torch.zeros_like(p, dtype=torch.float32) for k in ("exp_avg", "exp_avg_sq")
                 }
-                state |= {"master": p.detach().float()} if self.masters else {}
+            if self.masters and "master" not in state:
+                state["master"] = p.detach().float()
         if self.steps < 0 and learnt:  # a resumed run's; no sync after the first step
             self.steps = 0 if detect_fake_mode() else int(self.state[learnt[0]]["step"])
         self.steps += 1

@@ -20,6 +20,8 @@ from llm_train_bench.run.checkpoint.manifest import Manifest
 
 # A parameter's own name; the optimizer's tensors are named by their keys instead.
 VALUE = "p"
+# Of weights in bf16, their exact values (apply/optimizer.py).
+MASTER = "master"
 
 
 def file_of(rank: int) -> str:
@@ -171,7 +173,10 @@ def load(
         for name, parameter in model.weights():
             fill(f"{VALUE}/{name}", parameter.detach())
             for key in sorted(keys):
-                if stored := manifest.tensors.get(f"{key}/{name}"):
+                stored = manifest.tensors.get(f"{key}/{name}")
+                if stored and key == MASTER and not getattr(optimizer, "masters", False):
+                    fill(f"{key}/{name}", parameter.detach())  # --resume-anyway, in another format
+                elif stored:
                     state = optimizer.state[parameter]
                     if key not in state:
                         dtype, shape = DTYPES[stored.dtype], stored.shape
