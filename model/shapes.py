@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Container
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +157,12 @@ class Lora:
     @property
     def numbers(self) -> int:
         """Parameters of all adapters."""
-        return sum(self.rank * (n * width + rows) for _, _, width, rows, n in self.shapes)
+        return self.numbers_of({layer for layer, *_ in self.shapes})
+
+    def numbers_of(self, layers: Container[int]) -> int:
+        """Those of the adapters in some blocks."""
+        shapes = [shape for layer, _, *shape in self.shapes if layer in layers]
+        return sum(self.rank * (n * width + rows) for width, rows, n in shapes)
 
 
 # Of models without them, and false.

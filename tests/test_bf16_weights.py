@@ -39,7 +39,7 @@ def set_gradients(named, step):
 
 @pytest.mark.parametrize("at_once", [2**24, 11])
 def test_master_copies_take_the_steps_of_fp32(at_once):
-    """Bit for bit, with clipping and decay, in pieces of any size; the weights are their rounding."""
+    """With clipping and decay, in pieces of any size; the weights are their rounding."""
     flags = OptimizerFlags(lr=0.01, weight_decay=0.1, bf16_weights="master")
     low, wide = some_parameters(), some_parameters(torch.float32)
     ours, plain = optimizer_of(low, flags), optimizer_of(wide, FLAGS)

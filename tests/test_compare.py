@@ -542,6 +542,15 @@ def test_repeats_are_judged_together_and_entries_have_tolerances(judged, tmp_pat
     assert single.n_runs == 1 and single.noise == noise > 0 and single.tolerance == 0.1
 
 
+def test_a_flag_that_is_newer_than_a_result_had_its_default(run_of):
+    rows = rows_of(
+        run_of("old", args__bf16_weights=GONE),
+        run_of("new"),
+        run_of("low", args__bf16_weights="master"),
+    )
+    assert any("bf16_weights off / master" in mark for mark in rows["low"].marks)
+
+
 def test_fp8_by_transformer_engine_is_held_against_its_modules_without_it(run_of):
     """Otherwise a remark says what else its ratio contains; another batch size is no reference."""
     te = dict(args__use_fp8=True, args__fp8_backend="te", args__amp="bf16")
@@ -560,7 +569,13 @@ def test_fp8_by_transformer_engine_is_held_against_its_modules_without_it(run_of
     without = remarks(*runs)
     assert "Transformer Engine's fused norms too" in without["fp8"]
     assert not any("Engine" in without[name] for name in ("plain", "torchao", "b1"))
-    found = remarks(*runs, run_of("te", 1.25, args__linear="te", args__amp="bf16"))["fp8"]
+    # Another seed of the first repeat is no other setting; a run that is not compared is no reference.
+    te_alone = dict(args__linear="te", args__amp="bf16", args__seed=7)
+    throttled = [{"rank": 0, "throttled": {"thermal (memory)": 0.5}}]
+    assert (
+        remarks(*runs, run_of("hot", 0.3, **te_alone, devices=throttled))["fp8"] == without["fp8"]
+    )
+    found = remarks(*runs, run_of("te", 1.25, **te_alone))["fp8"]
     assert found.startswith("FP8 alone, against ") and "linear te" in found and "1.200" in found
 
 

@@ -90,8 +90,8 @@ SETTINGS = [
         4096,
         "llama-3.1-8b-proxy --bsz 2 --lora-rank 64 --lora-targets q_proj,v_proj --lora-base fp32",
     ),
-    ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 1 --bf16-weights stochastic"),
-    ("train.py", 1, 256, "llama-tiny --bsz 1 --bf16-weights master"),
+    ("train_fsdp.py", 4, 512, "llama-3.2-1b --bsz 1 --dp-replicate 2 --bf16-weights stochastic"),
+    ("train.py", 1, 1024, "gpt2-125m --bsz 4 --bf16-weights master"),
     ("train_fsdp.py", 8, 4096, "qwen3.5-9b-proxy --bsz 1"),
     ("train_fsdp.py", 8, 8192, "nemotron-3-nano-30b-a3b-proxy --bsz 1 --ep 8"),
     ("train_fsdp.py", 8, 8192, "gemma-3-12b-proxy --bsz 1 --tp 2 --cp 2"),
@@ -354,7 +354,7 @@ def test_the_page_has_every_published_lora_figure_and_what_we_estimate():
             assert 0 < flops / tflops - 1 < 0.08 and f"| {tflops} | {flops:,.0f} |" in page
 
 
-def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated):
+def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated, capsys):
     """In a layout where our scripts have neither, as the published figure's."""
     row = next(row for row in published_rows("lora") if row["tokens_per_sec_per_gpu"] == 2643)
     work, gpu = published.step_of(row)
@@ -363,7 +363,21 @@ def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated):
         row["config"], "--gpu", "h100", "--gpus", "8", *flags, code=4
     )  # ours does not fit
     assert made["tokens_per_sec_per_gpu"] == pytest.approx(published.predicted(row, work, gpu))
-    assert estimate.main([row["config"], "--gpu", "h100", "--trainer", "lora=17"]) == 2
+    refused = {
+        "lora=17": "must be", "lora=16 --mtp 0.3": "without", "lora=16 --bf16-weights master": "without",
+        "fp8=current --amp off": "needs --amp bf16", "fp8=current --use-fp8": "without",
+    }  # fmt: skip
+    for flags, why in refused.items():
+        argv = words("configs/deepseek-v3-proxy.json" if "mtp" in flags else row["config"])
+        assert estimate.main([*argv, "--gpu", "h100", *words("--trainer", flags)]) == 2
+        assert why in capsys.readouterr().err
+    argv = words("configs/qwen3-30b-a3b.json --gpu h100 --trainer fp8=current")
+    assert estimate.main(argv) == 2 and "has experts" in capsys.readouterr().err
+    # A rank of a pipeline has the adapters of its own layers.
+    flags = "--gpus 8 --seq-len 4096 --bsz 1 --global-bsz 32 --trainer lora=256 --pp"
+    made = [estimated(row["config"], "--gpu h100", flags, pp, code=4) for pp in (2, 8)]
+    states = [content["memory"]["optimizer"] for content in made]
+    assert states[0] == pytest.approx(states[1], rel=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def compare(
                 rate, base = row.record.tokens_per_sec_per_gpu, first.record.tokens_per_sec_per_gpu
                 if not row.marks and not first.marks and rate and base:
                     row.ratio = rate / base
-                    row.record.remarks += beside_te(row.record, [r.record for r in members])
+                    row.record.remarks += beside_te(row.record, [r.record for r in usable])
                     if spread := welch_ratio(row.record.rates, first.record.rates):
                         row.ratio_low, row.ratio_high, row.chance = spread
     tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
@@ -144,7 +144,9 @@ def beside_te(record: Record, others: list[Record]) -> list[str]:
     for other in others:
         theirs, base = other.arguments or {}, other.tokens_per_sec_per_gpu
         differ = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
-        alike = other.hardware == record.hardware and other.n_gpus == record.n_gpus
+        differ -= NOT_THE_SETTING
+        same = "hardware", "n_gpus", "model_hash", "software"
+        alike = all(getattr(other, name) == getattr(record, name) for name in same)
         if theirs.get("linear") == "te" and base and alike and differ <= FORMAT_ALONE:
             return [f"FP8 alone, against {other.setting}: {rate / base:.3f}"]
     return ["the ratio has Transformer Engine's fused norms too; --linear te is FP8's reference"]

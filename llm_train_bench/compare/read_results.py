@@ -19,7 +19,16 @@ from llm_train_bench.compare.read_logs import read_automodel, read_metrics_csv, 
 from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.result_files import commit_of, parse_result, read_steps, software
-from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
+from llm_train_bench.settings.flags import (
+    LEARNT,
+    LENGTH,
+    OUTPUT,
+    SETTABLE,
+    SPEED,
+    Args,
+    defaults,
+    of_kind,
+)
 
 GB_TO_GIB = 1e9 / 2**30
 PLATFORM_WORDS = """
@@ -82,6 +91,8 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
 
     # Of a loop's other settings nobody knows whether they change what is learnt.
     learnt = a.keys() - of_kind(OUTPUT, LENGTH, SPEED) if r.ours else of_kind(LEARNT)
+    # A flag that is newer than the result had its default.
+    usual = {k: v for k, v in defaults(Args).items() if r.ours and k in of_kind(LEARNT)}
 
     steps = read_steps(path.parent / "steps.jsonl")
     steps = [step for step in steps if step.get("phase") != "profile"]
@@ -109,7 +120,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         power_limit_w=r.power_limit_w,
         losses=[(s["step"], s["loss"]) for s in steps if s.get("loss") is not None],
         learning_rates=[(s["step"], s["lr"]) for s in steps if s.get("lr") is not None],
-        hyperparameters={k: v for k, v in a.items() if k in learnt} | sizes,
+        hyperparameters=usual | {k: v for k, v in a.items() if k in learnt} | sizes,
         marks=r.unfit,
         notes=list(r.notes),
         remarks=list(r.disturbances),

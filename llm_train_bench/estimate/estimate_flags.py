@@ -8,7 +8,7 @@ from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware, lim
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.formulas.work import Fp8Work, Theirs, Work
 from llm_train_bench.settings.flags import Args, LoraFlags, TeRecipe, flag, key_values
-from llm_train_bench.settings.plan import resolve_lora
+from llm_train_bench.settings.plan import refuse_te, resolve_lora
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class EstimateFlags:
     limit: Limits of one GPU: power=W, clock=MHZ, memory=GIB, or nic=GB/s of its network, one way.
     trainer: How another trainer differs: weights=bf16 (no fp32 copies), moments=bf16 or 8bit,
         logits=whole (no chunked loss), zero=2 (with --parallel ddp), sac=every-other-matmul
-        (torchtitan's op policy), fp8=RECIPE or lora=RANK with any layout.
+        (torchtitan's op policy), fp8=RECIPE or lora=RANK in any layout.
     trace: Also count memory by tracing our model under fake tensors (takes seconds).
     fit: Run a few steps on this machine, and compare their memory with the estimate.
     calibrate: Correct the estimate by the measurements in a run's result.json.
@@ -91,7 +91,15 @@ def adapted(work: Work, wanted: EstimateFlags) -> Work:
             raise UsageError(f"--trainer {key}={value}: must be {' or '.join(TRAINERS[key])}")
         if key == "zero" and wanted.parallel != "ddp":
             raise UsageError("--trainer zero=2 needs --parallel ddp; train_fsdp.py is ZeRO-3")
+        if key in ("fp8", "lora"):
+            flags = work.fp8 or work.lora or work.config.mtp or work.bf16_weights != "off"
+            if flags or (key == "fp8" and work.amp != "bf16"):
+                raise UsageError(
+                    f"--trainer {key}={value} needs --amp bf16, without --use-fp8, --lora-rank, --mtp "
+                    "and --bf16-weights"
+                )
         if key == "fp8":
+            refuse_te(work.config, f"--trainer fp8={value}")
             others[key] = TRAINERS[key][value][1]
         elif key == "lora":
             others[key] = resolve_lora(LoraFlags(lora_rank=int(value)), work)

@@ -92,7 +92,7 @@ def search(
         try:
             least = make({**flags, "bsz": 1, "sac_freq": "1/1"}, script, gpus)
         except UsageError as error:  # by its kind: numbers differ
-            lost[re.sub(r"\d[\d,.]*", "N", re.split(r"[;:] ", str(error))[0])] += 1
+            lost[re.sub(r"(?<![\w-])\d[\d,.]*", "N", re.split(r"[;:] ", str(error))[0])] += 1
             continue
         if estimate_memory(least).on_device(gpus) > limit:
             lost["does not fit with 1/1 recomputed"] += 1

@@ -9,6 +9,7 @@ PyTorch (CUDA context, communication buffers).
 
 import collections
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -81,7 +82,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             ),
             mock.patch.object(Transformer, "look_up", lambda model, tokens: model.embed(tokens)),
             mock.patch.object(F, "scaled_dot_product_attention", _attention_as_on_gpu),
-            mock.patch.object(torch.Tensor, "register_hook", _hook_of_learnt),
+            mock.patch.multiple(torch.Tensor, **_HOOKS),
         ):
             return _track(model, work, optimizer)
 
@@ -193,7 +194,7 @@ class _FusedAttention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-_attention, _register_hook = F.scaled_dot_product_attention, torch.Tensor.register_hook
+_attention = F.scaled_dot_product_attention
 
 
 def _attention_as_on_gpu(q, k, v, **options):
@@ -202,13 +203,17 @@ def _attention_as_on_gpu(q, k, v, **options):
     return _FusedAttention.apply(q, k, v)
 
 
-def _hook_of_learnt(tensor: Tensor, hook: Callable[..., Any]) -> RemovableHandle:
+def _hook_of_learnt(tensor: Tensor, register: Callable[..., Any], hook: Any) -> RemovableHandle:
     """Register a hook of the gradient where there will be one; the tracker hooks frozen weights too."""
-    return (
-        _register_hook(tensor, hook)
-        if tensor.requires_grad
-        else RemovableHandle(collections.OrderedDict())
-    )
+    if tensor.requires_grad:
+        return register(tensor, hook)
+    return RemovableHandle(collections.OrderedDict())
+
+
+_HOOKS: dict[str, Any] = {
+    name: functools.partialmethod(_hook_of_learnt, getattr(torch.Tensor, name))
+    for name in ("register_hook", "register_post_accumulate_grad_hook")
+}
 
 
 @contextlib.contextmanager

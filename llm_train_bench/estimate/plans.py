@@ -14,7 +14,18 @@ from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Layout, sear
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.settings.flags import Args, BatchFlags, PeakFlags, Script, defaults, flag_of
+from llm_train_bench.settings.flags import (
+    LEARNT,
+    SPEED,
+    Args,
+    BatchFlags,
+    PeakFlags,
+    Script,
+    defaults,
+    flag_of,
+    of_kind,
+    to_argv,
+)
 from llm_train_bench.settings.plan import make_plan, resolve_seq_len
 from llm_train_bench.settings.rules import check
 
@@ -34,6 +45,8 @@ def refuse_beside_plan(wanted: EstimateFlags, given: Mapping[str, Any]) -> None:
     for name in CHOSEN:
         if given[name] != usual[name]:
             raise UsageError(f"--plan chooses {flag_of(name)} itself; leave one of the two out")
+    if given["linear"] == "te":
+        raise UsageError("--plan is for compiled steps; leave out --linear te")
     if given["pass_type"] != "step":
         raise UsageError("--plan is for training steps; leave out --pass-type")
     if wanted.days and wanted.gpus != usual["gpus"]:
@@ -80,9 +93,12 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
             plan = {"gpus": gpus, "samples": samples, "best": layouts, "lost": lost}
             content[gpu.name] = plan
             continue
+        usual, learnt = defaults(Args), of_kind(LEARNT, SPEED) - {*CHOSEN, "seq_len"}
+        given = {k: v for k, v in vars(plain).items() if k in learnt and v != usual[k]}
+        flags = " ".join([config.path, "--seq-len", str(seq_len), "--pt-compile", *to_argv(given)])
         print(
             f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {tried} "
-            f"settings, each with {config.path} --seq-len {seq_len} --pt-compile:"
+            f"settings, each with {flags}:"
         )
         show_layouts(best, lost, gpu, gpus, wanted.tokens)
         if wanted.days and best and not reached:

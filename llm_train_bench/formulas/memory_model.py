@@ -113,11 +113,20 @@ def estimate_memory(
     if fsdp:
         # Gradients of embedding and head are reduced together, last of all.
         at_end += sizes.root * (width + fsdp.reduce_bytes) * learns
-        at_end -= 0.0 if fsdp.cpu_offload else 4 * sizes.root / fsdp.shards * learns
+        at_end -= 0.0 if fsdp.cpu_offload else work.weight_bytes * sizes.root / fsdp.shards * learns
+        if fsdp.replicas > 1 and fsdp.reduce_bytes != work.weight_bytes and learns:
+            # What replicas reduce stays in its format until the backward is over.
+            at_end += fsdp.reduce_bytes * sizes.held
+            in_backward += fsdp.reduce_bytes * sizes.held
     else:
         at_end += 4 * sizes.vocabulary * learns  # the embedding's gradient before it is added
     if work.ddp.mode == "flat":
         at_end = max(at_end, parameters + optimizer + 2 * gradients)
+    if work.pass_type == "step":  # copies in fp32 (apply/optimizer.py)
+        copies = {"off": 0, "master": 4, "stochastic": 12}[work.bf16_weights] * min(
+            sizes.held, 2**24
+        )
+        at_end = max(at_end, parameters + optimizer + gradients + copies)
     logits, peak = logits + head_gradient, max(in_loss, in_backward, at_end)
     return MemoryEstimate(
         parameters, gradients, optimizer, activations, logits, gathered, peak, apart, host
@@ -177,8 +186,10 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     moments = {"adamw": 2, "sgd": 1}[work.optimizer] if work.pass_type == "step" else 0
     state = moments * theirs.moment_bytes + 4 * (moments > 0 and work.bf16_weights == "master")
     if lora:  # adapters, in fp32, are all that is learnt
-        learnt = lora.numbers / (work.fsdp.shards if work.fsdp else 1)
-        return lora.base_bytes * sizes.held + 4 * learnt, 4.0 * learnt * work.trains, state * learnt
+        learnt = lora.numbers_of(sizes.layers) / (work.fsdp.shards if work.fsdp else 1)
+        share = 1 / work.world if ddp.zero1 or theirs.zero2 else 1
+        gradients = 4.0 * learnt * work.trains / (work.world if theirs.zero2 else 1)
+        return lora.base_bytes * sizes.held + 4 * learnt, gradients, state * learnt * share
     gradients = each * sizes.held if work.trains or ddp.buckets else 0.0
     if theirs.zero2:
         return each * sizes.held, gradients / work.world, state * sizes.held / work.world
@@ -205,10 +216,10 @@ class _Sizes:
 
     def __init__(self, work: Work, pp_rank: int = 0):
         config, fsdp, fp8 = work.config, work.fsdp, work.fp8
-        self.width = work.matmul_bytes
+        self.width, self.layers = work.matmul_bytes, work.layers_of(pp_rank)
         self.vocabulary = config.padded_vocab_size * config.hidden_size
         self.blocks, self.held = sum(work.block_parameters), 0.0
-        numbers = dict.fromkeys((-1, *work.layers_of(pp_rank)), 0.0)
+        numbers = dict.fromkeys((-1, *self.layers), 0.0)
         # Shards and gathers come padded to a multiple of the ranks.
         for part in rank_matrices(config, fsdp, pp_rank):
             self.held += part.padded / part.mesh

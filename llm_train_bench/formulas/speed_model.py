@@ -65,8 +65,8 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
         # clipping reads, and scales.
         weight, moment = work.weight_bytes, work.theirs.moment_bytes
         each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
-        # Computed in fp32 copies: of weights, gradients and random numbers they are written and read.
-        each += {"off": 0, "master": 16, "stochastic": 24}[work.bf16_weights]
+        # What copies in fp32 and random numbers move besides, counted with PyTorch 2.13.
+        each += {"off": 0, "master": 18, "stochastic": 48}[work.bf16_weights]
         share = 1 / work.world if work.theirs.zero2 or work.ddp.zero1 else 1
         optimizer = (each * share + 3 * weight) * numbers / gpu.memory_rate
     # Copies to the host run beside the forward, and those back beside the backward.
@@ -185,7 +185,7 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, floa
         # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
         memory += 6 * n / rate
     held = sum(math.prod(part.shape) / part.mesh for part in parts)
-    held = work.lora.numbers / work.fsdp.shards if work.lora else held  # what is learnt
+    held = work.lora.numbers_of(layers) / work.fsdp.shards if work.lora else held  # what is learnt
     return PartTime(matmuls, attention, memory), held, passes[0] / sum(passes)
 
 

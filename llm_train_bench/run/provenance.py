@@ -132,7 +132,8 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
         yield f"LoRA: {work.lora.numbers:,} parameters trained in fp32, all others frozen in {base}"
     if work.bf16_weights != "off":
         how = dict(master="fp32 master copies", stochastic="stochastic rounding")[work.bf16_weights]
-        yield f"weights and gradients in bf16, moments in fp32; {how}"
+        more = f" and gradients in bf16, moments in fp32; {how}" if work.trains else " in bf16"
+        yield f"weights{more}"
     if work.linear == "te":
         yield "linear layers and norms of the blocks by Transformer Engine, without FP8"
     if n := work.config.mtp_layers:

@@ -138,8 +138,8 @@ def import_te(device: torch.device, flag: str) -> types.ModuleType:
     """`transformer_engine.pytorch`; UsageError in one line where it or its GPU is missing."""
     if device.type != "cuda":
         raise UsageError(
-            f"{flag}: Transformer Engine needs a GPU; --fp8-backend torchao --fp8-emulate computes FP8 "
-            "on a CPU"
+            f"{flag}: Transformer Engine needs a GPU; leave it out (--fp8-backend torchao --fp8-emulate "
+            "computes FP8 on a CPU)"
         )
     try:
         return importlib.import_module("transformer_engine.pytorch")
