@@ -684,8 +684,8 @@ def _nemotron_h(keys: Keys) -> Fields:
     options: Fields = dict(kv_heads=8, head_dim=128, norm_eps=1e-5, pad_token=0, size=21504)
     options |= dict(activation="mlp_hidden_act", norm_key="layer_norm_epsilon")
     inner.raw = {"mlp_hidden_act": "relu2"} | inner.raw
-    # Its embedding knows no padding row.
-    fields = _llama_family(inner, 4096, **options) | dict(pad_token_id=None)
+    fields = _llama_family(inner, 4096, **options)
+    fields["pad_token_id"] = None  # its embedding knows no padding row
     keys.used |= inner.used | {"attention_bias", "sliding_window"}  # its code reads neither
     keys.only("tie_word_embeddings", False)  # never tied there
 
