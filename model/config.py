@@ -146,16 +146,24 @@ class ModelConfig:
         """The layers, and the modules of multi-token prediction that run."""
         return self.num_hidden_layers + self.mtp
 
+    def is_mtp(self, layer: int) -> bool:
+        """Whether a block is a module of multi-token prediction."""
+        return layer >= self.num_hidden_layers
+
+    def ends_with_norm(self, layer: int) -> bool:
+        """Whether a norm follows a block's last linear layer: recomputation repeats that layer then."""
+        return self.norm_after or self.norm_around or self.is_mtp(layer)
+
     def with_mtp(self, weight: float) -> "ModelConfig":
         """This model with the file's modules of multi-token prediction; ConfigError without any."""
         n, family = self.mtp_layers, self.model_type
+        if not n:
+            raise ConfigError(f"--mtp: {self.path}: its file names no modules; leave it out")
         shared = family.startswith("qwen")  # several modules would have one first layer
         apart = self.raw.get("mtp_use_dedicated_embeddings")
-        if not n or family in MTP_NOT_IMPLEMENTED or (shared and (n > 1 or apart)):
-            why = (
-                f"{family}'s {n} modules are not implemented" if n else "its file names no modules"
-            )
-            raise ConfigError(f"--mtp: {self.path}: {why}; leave it out")
+        if family in MTP_NOT_IMPLEMENTED or (shared and (n > 1 or apart)):
+            why = f"{family}'s {n} modules are not implemented; leave it out"
+            raise ConfigError(f"--mtp: {self.path}: {why}")
         windows = (*self.windows[: self.num_hidden_layers], *[None] * n)
         return dataclasses.replace(self, mtp=n, mtp_weight=weight, windows=windows)
 
@@ -213,7 +221,7 @@ class ModelConfig:
     def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out, in) of a block's linear layers that every token passes, in their order."""
         d = self.hidden_size
-        first = {"merge": (d, 2 * d)} if layer >= self.num_hidden_layers else {}
+        first = {"merge": (d, 2 * d)} if self.is_mtp(layer) else {}
         return first | self.attention_shapes(layer) | self.mlp_shapes(layer)
 
     def expert_shapes(self, layer: int) -> dict[str, tuple[int, int]]:

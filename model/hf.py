@@ -139,9 +139,11 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     embed = places["embed.weight"][0]
     head = places.get("lm_head.weight", [embed])[0]
     if config.tie_word_embeddings and "lm_head.weight" in index:
-        _refuse_other(index, "lm_head.weight", embed)
+        why = "set tie_word_embeddings to false in it, and in the run's config"
+        _refuse_other(index, "lm_head.weight", embed, f"though config.json ties them; {why}")
     for name in (name for name in index if config.mtp and _further(config, name, index)):
-        _refuse_other(index, name, embed if name.endswith("embed_tokens.weight") else head)
+        why = "though a module of multi-token prediction shares it here; leave out --mtp"
+        _refuse_other(index, name, embed if name.endswith("embed_tokens.weight") else head, why)
     for theirs in index.keys() - used:
         tied = config.tie_word_embeddings and theirs == "lm_head.weight"
         if not tied and not theirs.endswith(NO_PARAMETERS) and not _further(config, theirs, index):
@@ -202,7 +204,7 @@ def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, places: P
     parameter[value.shape[0] :].zero_()
 
 
-def _refuse_other(index: dict[str, Path], name: str, shared: tuple[Path, str]) -> None:
+def _refuse_other(index: dict[str, Path], name: str, shared: tuple[Path, str], why: str) -> None:
     """ConfigError if the weights hold a tensor that is no copy of the one that the model has for it."""
     values = []
     for path, tensor in ((index[name], name), shared):
@@ -210,12 +212,6 @@ def _refuse_other(index: dict[str, Path], name: str, shared: tuple[Path, str]) -
         with safe_open(path, framework="pt") as f:
             values.append(f.get_tensor(tensor))
     if not torch.equal(*values):
-        why = "though a module of multi-token prediction shares it here; leave out --mtp"
-        if name == "lm_head.weight":
-            why = (
-                "though config.json ties them; set tie_word_embeddings to false in it, and in the "
-            )
-            why += "run's config"
         raise ConfigError(f"{index[name]}: {name} is not {shared[1]}, {why}")
 
 

@@ -214,7 +214,7 @@ def test_a_run_names_it_and_reports_the_next_tokens_loss(tmp_path):
             ours[key] == theirs[key] for key in ("hash", "n_parameters", "n_matmul_parameters")
         )
     notes = [json.dumps(r["notes"]) for r in results]
-    assert "the file's 2 are left out" in notes[0] and "(--mtp): 2 trained" in notes[1]
+    assert "(--mtp): 2 left out" in notes[0] and "(--mtp): 2 trained" in notes[1]
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         # Each place gathers and reduces forward, and the other way round backward.
         yield TokenMoves("all_gather", places * passes, gathered, fsdp.tp, 1)
         # A recomputation stops before the last reduction, unless a norm or a gate comes after it.
-        last = config.norm_around or config.norm_after or layer >= config.num_hidden_layers
+        last = config.ends_with_norm(layer)
         repeated = (mixes and (last or layer not in config.mixer_alone)) + (
             follows and (last or experts.shared_gate)
         )

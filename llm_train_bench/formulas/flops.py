@@ -168,10 +168,9 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
             total += recurrent_flops_per_token(config, work.batch.lengths, causal)
         if recompute.policy == "block":
             shapes = config.block_shapes(i)
-            norm_last = config.norm_after or config.norm_around or i >= config.num_hidden_layers
             last = ["out" if i in config.mixer_alone else "down"]
             last += [] if config.experts.shared_gate else ["shared_down"]
-            for kind in last if stops_early and not norm_last else ():
+            for kind in last if stops_early and not config.ends_with_norm(i) else ():
                 shapes.pop(kind, None)
             total += 2 * sum(n * k for n, k in shapes.values())
             sent = config.experts.per_token if config.has_experts(i) else 0

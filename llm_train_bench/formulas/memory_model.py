@@ -123,9 +123,8 @@ def estimate_memory(
     if work.ddp.mode == "flat":
         at_end = max(at_end, parameters + optimizer + 2 * gradients)
     if work.pass_type == "step":  # copies in fp32 (apply/optimizer.py)
-        copies = {"off": 0, "master": 4, "stochastic": 12}[work.bf16_weights] * min(
-            sizes.held, 2**24
-        )
+        each = {"off": 0, "master": 4, "stochastic": 12}[work.bf16_weights]
+        copies = each * min(sizes.held, 2**24)
         at_end = max(at_end, parameters + optimizer + gradients + copies)
     logits, peak = logits + head_gradient, max(in_loss, in_backward, at_end)
     return MemoryEstimate(
@@ -292,7 +291,7 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     """
     config, w, d = work.config, work.matmul_bytes, work.config.hidden_size
     parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
-    mtp = layer >= config.num_hidden_layers
+    mtp = config.is_mtp(layer)
     norms = parts * (1 + config.norm_around) + 3 * mtp
     numbers = (norms + 2 * mtp) * d * work.own_tokens  # the inputs of norms, and of a merge
     extra = 4 * norms * (1 if config.rms_norm else 2) * work.own_tokens
@@ -461,7 +460,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
         if layer not in work.recompute.blocks:
             total += times * block_activations(work, fused_norm, layer)
         elif work.recompute.policy == "block":
-            total += times * w * work.own_tokens * d * (1 + (layer >= config.num_hidden_layers))
+            total += times * w * work.own_tokens * d * (1 + config.is_mtp(layer))
         else:
             tp = work.fsdp.tp
             a, kv = config.query_size / tp, config.kv_size / tp

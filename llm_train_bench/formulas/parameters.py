@@ -44,7 +44,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             for name in ("norm", "after") if config.norm_around else ("norm",):
                 block |= {f"{part}_{name}.{kind}": shape for kind, shape in norm.items()}
             block |= (_attention_parameters if part == "attn" else _mlp_parameters)(config, i)
-        if i >= config.num_hidden_layers:
+        if config.is_mtp(i):
             for name in ("embed_norm", "hidden_norm", "last_norm"):
                 block |= {f"{name}.{kind}": shape for kind, shape in norm.items()}
             block["merge.weight"] = config.block_shapes(i)["merge"]

@@ -270,7 +270,7 @@ def block_bytes(work: Work, layer: int) -> float:
     a, kv = config.query_size / tp, config.kv_size / tp
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
     parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
-    parts = parts * (1 + config.norm_around) + 3 * (layer >= config.num_hidden_layers)
+    parts = parts * (1 + config.norm_around) + 3 * config.is_mtp(layer)
     norms = parts * (4 * d if work.compiled else 2 * d + 3 * d)
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
     gated = 3 if work.compiled else 5

@@ -137,8 +137,8 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
     if work.linear == "te":
         yield "linear layers and norms of the blocks by Transformer Engine, without FP8"
     if n := work.config.mtp_layers:
-        on = f"{n} trained" if work.config.mtp else f"the file's {n} are left out"
-        yield f"modules of multi-token prediction (--mtp): {on}"
+        did = "trained" if work.config.mtp else "left out"
+        yield f"modules of multi-token prediction (--mtp): {n} {did}"
     if work.config.recurrent:
         yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
     if snapshot and device.type == "cpu":
