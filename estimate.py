@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     script = script_of(args.pp, wanted)
     if not wanted.plan:
         refuse_foreign(words, script)
-    args = check(args, script)
     if wanted.fit:
+        args = check(args, script)
         platform = "cpu" if args.device == "cpu" else detect_platform()
         resolved = functools.partial(make_plan, args, script, wanted.gpus, platform)
         return fit_memory(lambda gib: resolved(memory_gib=gib).work, list(argv))
@@ -84,9 +84,9 @@ def main(argv: Sequence[str]) -> int:
     show_estimate(estimate, wanted, plan.work)
     for note in plan.notes:
         print(note)
-    if wanted.gpus > wanted.per_node and (last := wanted.gpus % wanted.per_node):
+    if wanted.gpus > gpu.per_node and (last := wanted.gpus % gpu.per_node):
         print(
-            f"the last node has {last} of {wanted.per_node} GPUs, and all wait for its network cards"
+            f"the last node has {last} of {gpu.per_node} GPUs, and all wait for its network cards"
         )
     if estimate.usd is None and wanted.tokens:
         print(f"no price of {gpu.name} is known; --usd-per-hour gives one")
@@ -94,10 +94,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
     def planned(flags: dict[str, Any], gpus: int) -> Plan:
-        changed = check(dataclasses.replace(args, **flags), script)
+        changed = dataclasses.replace(args, **flags)
         return plan_on(gpu, changed, script, dataclasses.replace(wanted, gpus=gpus))
 
-    for change in nearest_changes(planned, plan.work, gpu, wanted.per_node):
+    for change in nearest_changes(planned, plan.work, gpu):
         print(f"would fit: {change}")
     return 4
 

@@ -24,19 +24,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
 from llm_train_bench.base.tables import markdown_table, show_whole
+from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import estimate_speed
-from llm_train_bench.formulas.work import Fp8Work, Work
+from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import LoraFlags, Script
-from llm_train_bench.settings.plan import make_plan, resolve_lora
+from llm_train_bench.settings.flags import Script
 
 PUBLISHED = Path(__file__).parent / "published"
 OUTLIER = 0.15
 GIB = 2**30
-# GPUs that share fast links, where that is not eight.
-PER_NODE = {"GB200 (one GPU)": 72, "GB300 (one GPU)": 72}
 
 
 @functools.cache
@@ -49,7 +47,8 @@ def published_rows(split: str | None = None) -> tuple[dict, ...]:
     for path in sorted(PUBLISHED.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["split"] == split or (split is None and content["split"] != "lora"):
-            about = {"source": content["source"], "split": content["split"], "file": path.stem}
+            about = {key: value for key, value in content.items() if key != "rows"}
+            about["file"] = path.stem
             rows += [about | row for row in content["rows"]]
     return tuple(rows)
 
@@ -65,11 +64,10 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     name = str(ROOT / model) if config is None else "configs/gpt2-tiny.json"
     argv = [name, "--bsz", str(row["bsz"]), *shlex.split(row["flags"])]
     args = parse_args([*argv, "--seq-len", str(row["seq_len"])], script)
-    work = make_plan(args, script, row["gpus"], gpu.platform, config, gpu.memory_gib).work
-    if recipe := row.get("fp8"):
-        work = dataclasses.replace(work, fp8=Fp8Work("te", recipe))
-    if lora := row.get("lora"):  # in a layout where our scripts refuse it too
-        work = dataclasses.replace(work, lora=resolve_lora(LoraFlags(**lora), work))
+    fp8 = {"use_fp8": True, "fp8_recipe": row["fp8"]} if "fp8" in row else {}
+    args = dataclasses.replace(args, **fp8, **row.get("lora", {}))
+    memory, trainer = gpu.memory_gib, row["trainer"]
+    work = plan_by(trainer, args, script, row["gpus"], gpu.platform, config, memory).work
     kinds, clock = ("bf16", "fp8", "measured_bf16", "measured_fp8"), row.get("clock", 1.0)
     rates = {f"{kind}_tflops": getattr(gpu, f"{kind}_tflops") for kind in kinds}
     slower = {name: rate and rate * clock for name, rate in rates.items()}
@@ -78,7 +76,7 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
 
 def predicted(row: dict, work: Work, gpu: Hardware) -> float:
     """Tokens/s per GPU of a published setting, by the model."""
-    step_s = estimate_speed(work, gpu, PER_NODE.get(row["gpu"], 8)).step_s
+    step_s = estimate_speed(work, gpu).step_s
     return work.batch.tokens_per_step / row["gpus"] / step_s
 
 

@@ -35,6 +35,8 @@ class Hardware:
     memory_gib: float
     memory_tb_per_s: float
     tdp_w: float = 0.0  # unknown
+    per_node: int = 8
+    """GPUs that share fast links: of a machine, or of an NVLink domain."""
     ring_gb_per_s: float = 20.0
     nic_gb_per_s: float = 12.5
     host_gb_per_s: float = 32.0
@@ -323,6 +325,8 @@ class Constants:
     serial_host: float
     kernels_eager: int
     kernels_compiled: int
+    # Those of a block's routing and experts besides.
+    kernels_routing: int
     # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).
     latency_s: float
     latency_gpu_s: float

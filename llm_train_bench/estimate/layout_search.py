@@ -107,7 +107,7 @@ def search(
                     memory = estimate_memory(work).on_device(gpus)
                     if memory > limit:
                         continue
-                    speed = estimate_speed(work, gpu, per_node)
+                    speed = estimate_speed(work, gpu)
                     rate = work.batch.tokens_per_step / speed.step_s
                     layout = Layout(script, {**options, "bsz": bsz}, memory, speed, rate)
                     fitting.append(layout)

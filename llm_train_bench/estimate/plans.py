@@ -9,9 +9,10 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called
 from llm_train_bench.base.tables import markdown_table, number, show_whole
-from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, adapted, device_of
+from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
 from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Layout, search
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
+from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.settings.flags import (
@@ -26,8 +27,7 @@ from llm_train_bench.settings.flags import (
     of_kind,
     to_argv,
 )
-from llm_train_bench.settings.plan import make_plan, resolve_seq_len
-from llm_train_bench.settings.rules import check
+from llm_train_bench.settings.plan import resolve_seq_len
 
 # What --plan chooses itself.
 CHOSEN = """
@@ -70,17 +70,16 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
         gpu = dataclasses.replace(gpu, usd_per_hour=price or gpu.usd_per_hour)
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
-            args = check(changed(pt_compile=True, **flags), script)
-            plan = make_plan(args, script, n, gpu.platform, config, gpu.memory_gib)
-            return adapted(plan.work, wanted)
+            args, memory = changed(pt_compile=True, **flags), gpu.memory_gib
+            return plan_by(wanted.trainer, args, script, n, gpu.platform, config, memory).work
 
-        gpus = wanted.per_node if wanted.days else wanted.gpus
+        gpus = gpu.per_node if wanted.days else wanted.gpus
         while True:
             # About four million tokens, in as many samples for each GPU.
             each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
             samples = batch.global_bsz or gpus * each
             sizes = {"global_bsz": samples, "seq_len": seq_len}
-            best, tried, lost = search(config, gpu, gpus, wanted.per_node, sizes, make)
+            best, tried, lost = search(config, gpu, gpus, gpu.per_node, sizes, make)
             rate = best[0].tokens_per_sec if best else 0.0
             days = wanted.tokens / rate / 86400 if rate and wanted.tokens else math.inf
             reached = bool(best) and days <= (wanted.days or math.inf)

@@ -11,8 +11,8 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, accuracy_of, scaled, threads_of
 from llm_train_bench.base.tables import markdown_table, number, show_whole
-from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, adapted, device_of
-from llm_train_bench.estimate.step_events import simulate_step, write_trace
+from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
+from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import (
     MemoryEstimate,
@@ -21,12 +21,12 @@ from llm_train_bench.formulas.memory_model import (
     offloaded_bytes,
 )
 from llm_train_bench.formulas.parameters import count_parameters
-from llm_train_bench.formulas.speed_model import estimate_speed
+from llm_train_bench.formulas.speed_model import estimate_speed, timeline
+from llm_train_bench.formulas.step_events import write_trace
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
 from llm_train_bench.settings.flags import Args, Script, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
-from llm_train_bench.settings.rules import check
 
 BYTES_PER_GIB = 2**30
 # Power of a busy GPU against its limit.
@@ -81,7 +81,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
 
     memory, needed = estimate_memory(work, on_gpu), whole(batch.micro_batch)
     limit = gpu.memory_gib * BYTES_PER_GIB
-    speed = estimate_speed(work, gpu, wanted.per_node)
+    speed = estimate_speed(work, gpu)
     per_second = batch.tokens_per_step / speed.step_s
     flops = step_flops_per_token(work, causal=False)
     price = plan.peaks.usd_per_hour or gpu.usd_per_hour
@@ -138,7 +138,7 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     script = script_of(args.pp, wanted)
     refuse_foreign(words, script)
     device = device_of(gpu, wanted)
-    return make_estimate(plan_on(device, check(args, script), script, wanted), wanted, device)
+    return make_estimate(plan_on(device, args, script, wanted), wanted, device)
 
 
 def script_of(pp: int | None, wanted: EstimateFlags) -> Script:
@@ -151,21 +151,22 @@ def script_of(pp: int | None, wanted: EstimateFlags) -> Script:
 
 
 def plan_on(gpu: Hardware, args: Args, script: Script, wanted: EstimateFlags) -> Plan:
-    """The plan of a step on this device, adapted to the trainer that the flags describe."""
-    plan = make_plan(args, script, wanted.gpus, gpu.platform, memory_gib=gpu.memory_gib)
-    return dataclasses.replace(plan, work=adapted(plan.work, wanted))
+    """The plan of a step on this device, as the trainer of the flags executes it."""
+    memory = gpu.memory_gib
+    return plan_by(wanted.trainer, args, script, wanted.gpus, gpu.platform, memory_gib=memory)
 
 
 def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
     """--timeline: simulate the step and write its trace; returns its seconds."""
-    events, seconds = simulate_step(work, gpu, wanted.per_node)
+    events, seconds = timeline(work, gpu)
     groups = work.fsdp.pp
-    each = work.world // groups
-    names = {g: f"{each} ranks, stages {g}, {g + groups}, ..." for g in range(groups)}
-    if groups == 1:
-        names = {0: "every rank"}
+
+    def name_of(group: int) -> str:
+        ranks = f"{work.world // groups} ranks, stages {group}, {group + groups}, ..."
+        return ranks if groups > 1 else "every rank"
+
     try:
-        write_trace(events, Path(wanted.timeline or ""), names)
+        write_trace(events, Path(wanted.timeline or ""), name_of)
     except OSError as error:
         raise UsageError(f"--timeline {wanted.timeline}: {error.strerror}") from None
     return seconds
@@ -207,23 +208,23 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
     args = parse_args(["--from", str(path)], script)
     memory = gpu.memory_gib
     work = make_plan(args, script, result.device.count, gpu.platform, memory_gib=memory).work
-    factor = speed_factor(work, gpu, wanted.per_node, measured)
+    factor = speed_factor(work, gpu, measured)
     by = f"by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
     return scaled(gpu, factor, factor), f"calibrated: {by}"
 
 
-def speed_factor(work: Work, gpu: Hardware, per_node: int, measured: float) -> float:
+def speed_factor(work: Work, gpu: Hardware, measured: float) -> float:
     """The factor on all rates of a device by which a step takes the `measured` seconds."""
     low, high = 1e-4, 1e4
     for _ in range(60):
         middle = math.sqrt(low * high)
-        slow = estimate_speed(work, scaled(gpu, middle, middle), per_node).step_s > measured
+        slow = estimate_speed(work, scaled(gpu, middle, middle)).step_s > measured
         low, high = (middle, high) if slow else (low, middle)
     return low
 
 
 def nearest_changes(
-    planned: Callable[[dict[str, Any], int], Plan], work: Work, gpu: Hardware, per_node: int
+    planned: Callable[[dict[str, Any], int], Plan], work: Work, gpu: Hardware
 ) -> list[str]:
     """The three fastest near changes that fit; `planned(flags, gpus)` plans with other flags."""
     gpus, fitting, seen = work.world, [], {work}
@@ -242,7 +243,7 @@ def nearest_changes(
             if other.work in seen or need > gpu.memory_gib:
                 continue
             seen.add(other.work)
-            step_s = estimate_speed(other.work, gpu, per_node).step_s
+            step_s = estimate_speed(other.work, gpu).step_s
             rate = other.work.batch.tokens_per_step / step_s / n
             words = " ".join(to_argv(flags | ({"gpus": n} if n != gpus else {})))
             text = f"{words}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.parameters import Shapes, layer_names, matrices, parameter_shapes
-from llm_train_bench.formulas.work import Fsdp, Work
+from llm_train_bench.formulas.work import Fsdp, Work, alike
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
 from llm_train_bench.model.shares import divided, part_shape, sharded_dimension
@@ -189,6 +189,9 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
 class TokenMoves(NamedTuple):
     """Collectives of `size` bytes for a micro batch's tokens, among `ranks` that lie `apart`."""
 
+    of: str
+    """The dimension of the layout that needs them: tp, cp or ep."""
+
     kind: str
     calls: int
     size: int
@@ -215,14 +218,14 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         follows = layer not in config.mixer_alone and bool(not experts or experts.shared_size)
         places = mixes + follows
         # Each place gathers and reduces forward, and the other way round backward.
-        yield TokenMoves("all_gather", places * passes, gathered, fsdp.tp, 1)
+        yield TokenMoves("tp", "all_gather", places * passes, gathered, fsdp.tp, 1)
         # A recomputation stops before the last reduction, unless a norm or a gate comes after it.
         last = config.ends_with_norm(layer)
         repeated = (mixes and (last or layer not in config.mixer_alone)) + (
             follows and (last or experts.shared_gate)
         )
         reductions = places * (1 + back) + again * repeated
-        yield TokenMoves("reduce_scatter", reductions, gathered, fsdp.tp, 1)
+        yield TokenMoves("tp", "reduce_scatter", reductions, gathered, fsdp.tp, 1)
     if fsdp.cp > 1:
         tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
         kv_heads = heads if config.latent else config.num_key_value_heads // fsdp.tp
@@ -236,17 +239,17 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
             widths, kv = (), 0
         if fsdp.ulysses:
             for width in widths:
-                yield TokenMoves("all_to_all", passes, tokens * width * w, fsdp.cp, fsdp.tp)
+                yield TokenMoves("cp", "all_to_all", passes, tokens * width * w, fsdp.cp, fsdp.tp)
         elif kv:
             size = tokens * fsdp.cp * kv * w
-            yield TokenMoves("all_gather", 1 + again, size, fsdp.cp, fsdp.tp)
-            yield TokenMoves("reduce_scatter", back, size, fsdp.cp, fsdp.tp)
+            yield TokenMoves("cp", "all_gather", 1 + again, size, fsdp.cp, fsdp.tp)
+            yield TokenMoves("cp", "reduce_scatter", back, size, fsdp.cp, fsdp.tp)
     if experts and fsdp.ep > 1:
         rows = own * experts.per_token * (experts.latent or config.hidden_size) * w
-        yield TokenMoves("all_to_all", 2 * passes, rows, fsdp.ep, 1)
-        yield TokenMoves("all_to_all", 1 + again, 8 * experts.number, fsdp.ep, 1)
+        yield TokenMoves("ep", "all_to_all", 2 * passes, rows, fsdp.ep, 1)
+        yield TokenMoves("ep", "all_to_all", 1 + again, 8 * experts.number, fsdp.ep, 1)
     if experts.aux_loss and work.trains:
-        yield TokenMoves("all_reduce", 1 + again, 4 * experts.number, fsdp.ranks, 1)
+        yield TokenMoves("ep", "all_reduce", 1 + again, 4 * experts.number, fsdp.ranks, 1)
 
 
 def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hardware) -> float:
@@ -274,50 +277,6 @@ def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hard
     return twice * (latency + size * (ranks - 1) / ranks / (bus * 1e9))
 
 
-def communication_time(
-    work: Work, gpu: Hardware, per_node: int, compute: float, forward_part: float, pp_rank: int
-) -> tuple[float, float]:
-    """Seconds of communication of weights and gradients of one micro step, and its exposed part.
-
-    With `reduce_last` each micro step has its share of the reductions.
-    Under DDP and in a pipeline they are of a whole step. `compute` is what a micro step's time may hide
-    [s], of which the forward is `forward_part`. FSDP hides a block's gather behind the block before, and
-    its reduction behind the next. The first gather of each pass and the last reductions of the blocks,
-    and of embedding and head, hide behind nothing.
-    """
-    fsdp, ddp, train = work.fsdp, work.ddp, work.trains
-    if work.world == 1 or not (fsdp or train):
-        return 0.0, 0.0
-    if not fsdp:
-        moved = ddp_bytes(adapter_shapes(work) or matrices(parameter_shapes(work.config)), work)
-        size = moved["all_reduce"]
-        bucket = bucket_bytes(work, size)  # each has its latency
-        total = size / bucket * collective_time("all_reduce", bucket, work.world, per_node, gpu)
-        exposed = max(total * (bucket / size), total - 0.6 * compute) if ddp.overlap else total
-        after = collective_time("all_gather", moved.get("all_gather", 0), work.world, per_node, gpu)
-        return total + after, exposed + after
-    units = unit_times(work, gpu, per_node, pp_rank)
-    layers, again = [unit for unit in units if unit >= 0], train and fsdp.reshard
-    total = exposed = sum(units[-1])
-    if fsdp.pp > 1:  # once a step: the first stage's gathers and last's reductions show
-        blocks = sum(sum(units[i]) for i in layers)
-        return total + blocks, exposed + blocks / fsdp.virtual
-    behind = 0.0  # reductions may fall behind the backward, and catch up
-    numbers = sum(work.block_parameters[i] for i in layers)
-    share = 1 / work.batch.grad_acc_steps if fsdp.reduce_last else 1.0
-    total = exposed = units[-1][0] + units[-1][1] * share
-    for i in layers:
-        gather, reduce = units[i][0], units[i][1] * share
-        total += gather * (2 if again else 1) + reduce
-        part = compute * work.block_parameters[i] / numbers
-        forward, backward = part * (forward_part if train else 1), part * (1 - forward_part)
-        exposed += max(0.0, gather - forward) + (gather if i == layers[0] else 0.0)
-        if train:
-            behind += (gather if again else 0.0) + reduce - backward
-            exposed += reduce if i == layers[0] else gather * (again and i == layers[-1])
-    return total, min(exposed + max(0.0, behind), total)
-
-
 def unit_times(
     work: Work, gpu: Hardware, per_node: int, pp_rank: int
 ) -> dict[int, tuple[float, float]]:
@@ -341,16 +300,28 @@ def unit_times(
     return times
 
 
-def token_time(work: Work, gpu: Hardware, per_node: int, pp_rank: int) -> float:
-    """Seconds in which tokens of a micro batch move between ranks; nothing hides them."""
-    if not work.fsdp.divided:
-        return 0.0
-    return sum(
-        move.calls
-        * collective_time(move.kind, move.size, move.ranks, max(1, per_node // move.apart), gpu)
-        for layer in work.layers_of(pp_rank)
-        for move in token_moves(work, layer)
-    )
+def token_time(work: Work, gpu: Hardware, per_node: int, pp_rank: int) -> dict[str, float]:
+    """Seconds in which tokens of a micro batch move between ranks, by dimension: tp, cp and ep."""
+    seconds = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
+    for same in alike(work, work.layers_of(pp_rank)) if work.fsdp.divided else ():
+        for move in token_moves(work, same[0]):
+            near = max(1, per_node // move.apart)
+            taken = collective_time(move.kind, move.size, move.ranks, near, gpu)
+            if move.of == "ep" and "rows once" in work.trainer.exchanges and move.ranks > 1:
+                taken *= _rows_once(work, min(near, move.ranks))
+            seconds[move.of] += len(same) * move.calls * taken
+    return seconds
+
+
+def _rows_once(work: Work, near: int) -> float:
+    """Part of the rows that travels if a token goes to each node, or to each rank of one, once.
+
+    Of k experts chosen alike, n places see n (1 - (1 - 1/n)^k) tokens of k.
+    """
+    k = work.config.experts.per_token
+    places = max(work.fsdp.ep // near, 1)
+    places = places if places > 1 else work.fsdp.ep
+    return places * (1 - (1 - 1 / places) ** k) / k
 
 
 def send_time(work: Work, gpu: Hardware, per_node: int) -> float:

@@ -201,7 +201,7 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
 def _in_backward(work: Work, layers: Iterable[int], reduced: float, fused_norm: bool) -> float:
     """Most bytes of a block in its backward, beyond what it kept: recomputed, and gradients."""
     most = 0.0
-    for layer, _ in alike(work, layers):
+    for layer, *_ in alike(work, layers):
         again = block_activations(work, fused_norm, layer) if work.recompute.blocks else 0.0
         if again and work.recompute.policy == "op":  # these are kept, not recomputed
             again -= work.matmul_bytes * work.gathered_tokens * _blocks_kept(work)
@@ -456,7 +456,8 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
     """Bytes that these blocks keep between forward and backward."""
     config, w = work.config, work.matmul_bytes
     d, f, total = config.hidden_size, config.intermediate_size, 0.0
-    for layer, times in alike(work, layers):
+    for layer, *others in alike(work, layers):
+        times = 1 + len(others)
         if layer not in work.recompute.blocks:
             total += times * block_activations(work, fused_norm, layer)
         elif work.recompute.policy == "block":

@@ -16,10 +16,14 @@ from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.collectives import (
-    communication_time,
+    adapter_shapes,
+    bucket_bytes,
+    collective_time,
+    ddp_bytes,
     rank_matrices,
     send_time,
     token_time,
+    unit_times,
 )
 from llm_train_bench.formulas.flops import (
     attended_keys,
@@ -27,7 +31,13 @@ from llm_train_bench.formulas.flops import (
     recurrent_flops_per_token,
 )
 from llm_train_bench.formulas.memory_model import offloaded_bytes, states_kept
-from llm_train_bench.formulas.parameters import layer_names
+from llm_train_bench.formulas.parameters import (
+    Shapes,
+    layer_names,
+    matrices,
+    parameter_shapes,
+)
+from llm_train_bench.formulas.step_events import Around, Clock, Event, Pieces, lay_out, step_seconds
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
 from llm_train_bench.model.shares import part_shape, sharded_dimension
 
@@ -37,7 +47,7 @@ class SpeedEstimate:
     """Seconds of one optimizer step on one device.
 
     The `parts` add up to the step, except for "hidden communication". "tokens between ranks" is the time
-    of tensor, context and expert parallelism and of a pipeline's sends. "beside communication" is what
+    of tensor, context and expert parallelism. "beside communication" is what
     computation loses to communication that runs beside it.
     """
 
@@ -47,71 +57,163 @@ class SpeedEstimate:
     parts: dict[str, float]
 
 
-def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimate:
-    """The time of a step; `per_node` GPUs share a machine.
+def estimate_speed(work: Work, gpu: Hardware, per_node: int | None = None) -> SpeedEstimate:
+    """The time of a step; `per_node` GPUs share fast links (if not given, as many as the device has).
 
-    In a pipeline the slowest group of ranks sets the pace. The bubble is a micro batch of each other
-    group over the virtual stages: (p - 1) / v if all are alike (Narayanan et al. 2021, section 2.2).
+    Each group of a pipeline has the seconds of its pieces; step_events.py lays them out.
     """
-    c, fsdp, micro_steps = gpu.constants, work.fsdp, work.batch.grad_acc_steps
-    groups = [_group_time(work, group, gpu) for group in range(fsdp.pp)]
-    times = [sum(time) for time, *_ in groups]
-    compute = max(times)
-    pp_rank = times.index(compute)
-    time, numbers, forward_part = groups[pp_rank]
-    optimizer = 0.0
-    if work.pass_type == "step":
-        # AdamW reads parameter, gradient and two moments and writes three, SGD with momentum 3 and 2;
-        # clipping reads, and scales.
-        weight, moment = work.weight_bytes, work.theirs.moment_bytes
-        each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
-        # What copies in fp32 and random numbers move besides, counted with PyTorch 2.13.
-        each += {"off": 0, "master": 18, "stochastic": 48}[work.bf16_weights]
-        share = 1 / work.world if work.theirs.zero2 or work.ddp.zero1 else 1
-        optimizer = (each * share + 3 * weight) * numbers / gpu.memory_rate
+    groups = [group_pieces(work, gpu, per_node, group) for group in range(work.fsdp.pp)]
+    pieces = [piece for piece, _ in groups]
+    around = surroundings(work, gpu, per_node)
+    laid = step_seconds(work, pieces, around, gpu.platform == "cpu")
+    micro_steps, slowest = work.batch.grad_acc_steps, slowest_node(work, gpu, per_node)
+    pace = max(range(work.fsdp.pp), key=lambda group: pieces[group].computing)
+    idle = laid.seconds - micro_steps * pieces[pace].computing - pieces[pace].optimizer
+    idle = idle if idle > 1e-12 else 0.0  # below a picosecond it is rounding
+    exposed = min(idle, laid.exposed) if work.fsdp.pp > 1 else idle
+    parts = {name: micro_steps * seconds for name, seconds in groups[pace][1].items()}
+    parts |= {
+        "optimizer": pieces[pace].optimizer,
+        "pipeline bubble": idle - exposed,
+        "exposed communication": exposed,
+        "hidden communication": max(0.0, laid.network - exposed),
+        "slowest node": laid.seconds * (slowest - 1),
+    }
+    return SpeedEstimate(laid.seconds * slowest, micro_steps * pieces[pace].host_s, parts)
+
+
+def timeline(work: Work, gpu: Hardware) -> tuple[list[Event], float]:
+    """All events of a step, and its seconds."""
+    pieces = [group_pieces(work, gpu, None, group)[0] for group in range(work.fsdp.pp)]
+    events: list[Event] = []
+    clock = Clock(gpu.platform == "cpu", events)
+    seconds = lay_out(work, pieces, surroundings(work, gpu, None), clock).seconds
+    slowest = slowest_node(work, gpu)
+    times = [(e, slowest * e.start_s, slowest * e.end_s) for e in events]
+    return [dataclasses.replace(e, start_s=s, end_s=t) for e, s, t in times], seconds * slowest
+
+
+def group_pieces(
+    work: Work, gpu: Hardware, per_node: int | None, pp_rank: int
+) -> tuple[Pieces, dict[str, float]]:
+    """The pieces of a group of ranks, and what a micro batch's computation consists of [s].
+
+    Casts, copies and launches lie on blocks and head alike, what moves tokens on the blocks.
+    """
+    per_node, c, layers = per_node or gpu.per_node, gpu.constants, work.layers_of(pp_rank)
+    passes: dict[int, tuple[float, float]] = {}
+    times = [0.0, 0.0, 0.0]
+    for same in alike(work, layers):
+        both = block_time(work, same[0], gpu)
+        times = [
+            t + len(same) * sum(x) for t, x in zip(times, zip(*both, strict=True), strict=True)
+        ]
+        passes |= dict.fromkeys(same, (sum(both[0]), sum(both[1])))
+    forward, backward = (sum(p[i] for p in passes.values()) for i in (0, 1))
+    last = work.config.num_hidden_layers - 1 in layers
+    head = head_time(work, gpu) if last else (0.0, 0.0)
+    memory, held = _weights_time(work, gpu, pp_rank)
+    time = PartTime(times[0] + head[0], times[1], times[2] + head[1] + memory)
+    moves = _moves(work, time, token_time(work, gpu, per_node, pp_rank))
+    compute = sum(time)
+    communicates = work.world > 1 and (work.fsdp or work.trains)
+    beside = compute * c.beside_communication * bool(communicates)
     # Copies to the host run beside the forward, and those back beside the backward.
-    sent = offloaded_bytes(work, work.layers_of(pp_rank)) / (gpu.host_gb_per_s * c.network * 1e9)
-    waits = max(0.0, sent - forward_part * compute) + max(0.0, sent - (1 - forward_part) * compute)
-    moves = token_time(work, gpu, per_node, pp_rank)
-    if fsdp.pp > 1:
-        moves += 2 * send_time(work, gpu, per_node)
-    total, exposed = communication_time(work, gpu, per_node, compute + moves, forward_part, pp_rank)
-    if gpu.platform == "cpu":
-        exposed = total  # exchanges and computation take the same cores
-    beside = compute * c.beside_communication * (total > 0)
-    compute += beside
+    sent = offloaded_bytes(work, layers) / (gpu.host_gb_per_s * c.network * 1e9)
+    part = forward / (forward + backward)
+    waits = max(0.0, sent - part * compute) + max(0.0, sent - (1 - part) * compute)
     kernels = c.kernels_compiled if work.compiled else c.kernels_eager
     kernels = 3 if work.cuda_graphs else kernels * (1 if work.trains else 1 / 3)
-    layers = len(work.layers_of(pp_rank))
-    host = c.launch_s * (layers + 2) * (kernels + (20 if fsdp else 0))
-    micro = max(compute + moves + waits + host * c.serial_host, host)
-    others = sum(times) / max(times) - 1
-    bubble = others / fsdp.virtual * micro if fsdp.pp > 1 else 0.0
-    # Under DDP and in a pipeline gradients travel once a step; under FSDP all in every micro step.
-    travels = micro_steps if fsdp and fsdp.pp == 1 else 1
-    slowest = slowest_node(work, gpu, per_node)
-    step = micro_steps * micro + bubble + optimizer + travels * exposed
-    idle = micro - compute - moves - waits  # below a picosecond it is rounding
-    seconds = {
-        "matmuls": micro_steps * time.matmuls,
-        "attention": micro_steps * time.attention,
-        "memory-bound": micro_steps * time.memory,
-        "optimizer": optimizer,
-        "tokens between ranks": micro_steps * moves,
-        "waiting for offloaded activations": micro_steps * waits,
-        "pipeline bubble": bubble,
-        "exposed communication": travels * exposed,
-        "hidden communication": travels * total - travels * exposed,
-        "beside communication": micro_steps * beside,
-        "slowest node": step * (slowest - 1),
-        "waiting for the host": micro_steps * (idle if idle > 1e-12 else 0.0),
+    routed = sum(map(work.config.has_experts, layers)) * (not work.cuda_graphs)
+    host = (layers and len(layers) + 2) * (kernels + (20 if work.fsdp else 0))
+    host = c.launch_s * (host + routed * c.kernels_routing * (1 if work.trains else 1 / 3))
+    computed = compute + beside + moves + waits + host * c.serial_host
+    micro = max(computed, host)
+    stretch = max(1.0, (micro - moves) / (forward + backward + sum(head)))
+    each = stretch + moves / (forward + backward)
+    units, after = {}, 0.0
+    if work.fsdp:
+        units = unit_times(work, gpu, per_node, pp_rank)
+    elif work.ddp.zero1 and work.pass_type == "step":
+        size = ddp_bytes(_learnt(work), work).get("all_gather", 0)
+        after = collective_time("all_gather", size, work.world, per_node, gpu)
+    pieces = Pieces(
+        {i: t[0] * each for i, t in passes.items()},
+        {i: t[1] * each for i, t in passes.items()},
+        sum(head) * stretch,
+        units,
+        _optimizer_time(work, held, gpu),
+        after,
+        host,
+    )
+    idle = micro - computed
+    return pieces, {
+        "matmuls": time.matmuls,
+        "attention": time.attention,
+        "memory-bound": time.memory,
+        "tokens between ranks": moves,
+        "waiting for offloaded activations": waits,
+        "beside communication": beside,
+        "waiting for the host": idle if idle > 1e-12 else 0.0,
     }
-    return SpeedEstimate(step * slowest, micro_steps * host, seconds)
 
 
-def slowest_node(work: Work, gpu: Hardware, per_node: int) -> float:
+def _learnt(work: Work) -> Shapes:
+    """Parameters whose gradients DDP reduces."""
+    return adapter_shapes(work) or matrices(parameter_shapes(work.config))
+
+
+def surroundings(work: Work, gpu: Hardware, per_node: int | None) -> Around:
+    """DDP's buckets, or what a pipeline's sends take."""
+    per_node = per_node or gpu.per_node
+    if work.fsdp.pp > 1:
+        return Around(send_s=send_time(work, gpu, per_node))
+    size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
+    if not size:
+        return Around()
+    bucket, numbers = bucket_bytes(work, size), work.block_parameters
+    whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
+    filled = {layer: size / bucket * numbers[layer] / whole for layer in work.layers}
+    seconds = collective_time("all_reduce", bucket, work.world, per_node, gpu)
+    return Around(filled, size / bucket, seconds)
+
+
+def _moves(work: Work, time: "PartTime", moves: dict[str, float]) -> float:
+    """Seconds of exchanges of tokens that are not hidden behind computation.
+
+    Hidden tp goes in as many parts as there are ranks, of which the first waits (Wang et al. 2023,
+    Overlap communication with dependent computation via decomposition); cp behind attention, as a ring.
+    """
+    behind = {"tp": time.matmuls, "cp": time.attention, "ep": sum(time)}
+    shown = 0.0
+    for name, seconds in moves.items():
+        first = seconds / work.fsdp.tp if name == "tp" else 0.0
+        rest = max(0.0, seconds - first - behind[name])
+        shown += first + rest if name in work.trainer.exchanges else seconds
+    return shown
+
+
+def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
+    """Seconds in which the optimizer and clipping read and write what belongs to so many parameters.
+
+    AdamW reads parameter, gradient and two moments and writes three, SGD with momentum 3 and 2; clipping
+    reads, and scales.
+    """
+    if work.pass_type != "step":
+        return 0.0
+    weight, moment = work.weight_bytes, work.trainer.moment_bytes
+    each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
+    each += 8 * (work.trainer.weights == "master")
+    # What copies in fp32 and random numbers move besides, counted with PyTorch 2.13.
+    each += {"off": 0, "master": 18, "stochastic": 48}[work.bf16_weights]
+    share = 1 / work.world if work.ddp.zero1 else 1
+    return (each * share + 3 * weight) * numbers / gpu.memory_rate
+
+
+def slowest_node(work: Work, gpu: Hardware, per_node: int | None = None) -> float:
     """The factor on a step's time by which all wait for the slowest of several nodes."""
-    return 1 + gpu.constants.slowest_node * math.log2(max(1.0, work.world / per_node))
+    nodes = max(1.0, work.world / (per_node or gpu.per_node))
+    return 1 + gpu.constants.slowest_node * math.log2(nodes)
 
 
 class PartTime(NamedTuple):
@@ -157,36 +259,29 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     return heads * passes * one, heads * loss / gpu.memory_rate
 
 
-def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, float, float]:
-    """A micro batch on a rank of a group: seconds, parameters, the forward's part of blocks."""
-    rate, layers = gpu.memory_rate, work.layers_of(pp_rank)
-    parts, passes = (0.0, 0.0, 0.0), [0.0, 0.0]
-    for layer, times in alike(work, layers):
-        for i, part in enumerate(block_time(work, layer, gpu)):
-            parts = [seconds + times * x for seconds, x in zip(parts, part, strict=True)]
-            passes[i] += times * sum(part)
-    matmuls, attention, memory = parts
-    if work.config.num_hidden_layers - 1 in layers:
-        head, loss = head_time(work, gpu)
-        matmuls, memory = matmuls + head, memory + loss
-    parts = rank_matrices(work.config, work.fsdp, pp_rank)
+def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float]:
+    """Seconds of a micro batch's casts and copies of weights and gradients; and parameters learnt here."""
+    fsdp, moved = work.fsdp, 0.0
+    parts = rank_matrices(work.config, fsdp, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
     whole = work.weight_bytes == work.lora.base_bytes == 4
-    if not work.fsdp and work.amp != "off" and whole:
-        memory += 6 * n / rate  # autocast casts every weight in every forward pass
-    if work.fsdp.shards > 1:
+    if not fsdp and work.amp != "off" and whole:
+        moved += 6 * n  # autocast casts every weight in every forward pass
+    if fsdp.shards > 1:
         # What a gather brought is copied to where the block's weights lie: read and written.
         # What is not sharded by its first dimension is put in order besides, and its gradient too.
-        gathers = 2 if work.trains and work.fsdp.reshard else 1
+        once = fsdp.pp > 1 or work.trainer.zero < 3
+        gathers = 2 if work.trains and fsdp.reshard and not once else 1
         twice = sum(math.prod(p.shape) for p in parts if sharded_dimension(p.shape, p.mesh))
         copied = gathers * n + (gathers + work.trains) * twice
-        memory += 2 * work.matmul_bytes * copied / rate
+        moved += 2 * work.matmul_bytes * copied / (work.batch.grad_acc_steps if once else 1)
     if work.trains and not work.lora:
         # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
-        memory += 6 * n / rate
+        moved += 6 * n
     held = sum(math.prod(part.shape) / part.mesh for part in parts)
-    held = work.lora.numbers_of(layers) / work.fsdp.shards if work.lora else held  # what is learnt
-    return PartTime(matmuls, attention, memory), held, passes[0] / sum(passes)
+    if work.lora:  # adapters are learnt
+        held = work.lora.numbers_of(work.layers_of(pp_rank)) / fsdp.shards
+    return moved / gpu.memory_rate, held
 
 
 def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware) -> float:
@@ -202,7 +297,12 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
     efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
     seconds = max(2 * m * n * k / (rate * 1e12 * c.sustained * efficiency), moved / gpu.memory_rate)
-    if fp8:
+    if fp8 and work.trainer.fp8 == "all":
+        # Other kernels write inputs in 8 bits. Of the three matmuls, gradients are read once and written
+        # in both orientations; weights are read for their scale, read and written, once a step.
+        cast = (m * n * (2 + 2) + k * n * (2 + 2 + 1) / work.batch.grad_acc_steps) / 3
+        seconds += cast / gpu.memory_rate
+    elif fp8:
         # Both inputs are read for their scale, then read and written in 8 bits. Rowwise scaling
         # does so twice: the backward needs them scaled along the other side.
         passes = 2 if work.fp8.recipe.startswith("rowwise") else 1
@@ -218,21 +318,23 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
     """Forward seconds of a block's matmuls, and of its MLP's last; a backward one takes as long again."""
     config, tp, ep = work.config, work.fsdp.tp, work.fsdp.ep
     low = work.fp8.layers if work.fp8 else ()
+    every = bool(work.fp8) and work.trainer.fp8 == "all"
     names, seconds, last = layer_names(config), 0.0, 0.0
     for kind, shape in config.block_shapes(layer).items():
         name = f"blocks.{layer}.{names[kind]}.weight"
         n, k = part_shape(config, name, shape, {"tp": tp, "ep": ep})
         own = kind in ("merge", "router", "latent_down", "latent_up", "shared_gate")
         tokens = work.own_tokens if own else work.gathered_tokens
-        one = matmul_time(work, tokens, n, k, kind in low, gpu)
+        converted = kind in low or (every and kind not in ("router", "shared_gate"))
+        one = matmul_time(work, tokens, n, k, converted, gpu)
         seconds, last = seconds + one, one if kind == "down" else last
     for n, k in config.expert_shapes(layer).values():
         # Each rank gets as many rows as it sends; an expert's last tile is filled up.
         rows = work.own_tokens * config.experts.per_token
         number = config.experts.number // ep
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
-        whole = matmul_time(work, rows * filled, n, k, False, gpu)
-        weights = number * n * k * work.matmul_bytes / gpu.memory_rate
+        whole = matmul_time(work, rows * filled, n, k, every, gpu)
+        weights = number * n * k * (1 if every else work.matmul_bytes) / gpu.memory_rate
         seconds += max(whole, weights)
     return seconds, last
 

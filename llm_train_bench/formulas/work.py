@@ -45,7 +45,7 @@ class Batch:
 class Recompute:
     """Blocks that recompute their activations in backward, and what of them: `block` or `op`.
 
-    `every-other-matmul` (torchtitan's) is for estimates alone: `op`, but half of the matmuls again.
+    `every-other-matmul` is for estimates of other trainers alone: `op`, but half of the matmuls again.
     """
 
     blocks: tuple[int, ...] = ()
@@ -166,28 +166,59 @@ class Fsdp:
 NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
 
 
-def alike(work: "Work", layers: Iterable[int]) -> list[tuple[int, int]]:
-    """One of each kind of these blocks, and how many there are: by parts, window, recomputed or not."""
+def alike(work: "Work", layers: Iterable[int]) -> list[list[int]]:
+    """These blocks, those of a kind together: of the same parts and window, recomputed or not."""
     found: dict[tuple[tuple[str, ...], int | None, bool], list[int]] = {}
     again, config = set(work.recompute.blocks), work.config
     for layer in layers:
         kind = tuple(config.block_shapes(layer)), config.windows[layer], layer in again
         found.setdefault(kind, []).append(layer)
-    return [(same[0], len(same)) for same in found.values()]
+    return list(found.values())
 
 
 @dataclasses.dataclass(frozen=True)
-class Theirs:
-    """What other trainers do and our scripts do not, for estimates of their steps."""
+class Trainer:
+    """How a trainer executes a step, for estimates; the default is ours (configs/trainers.json)."""
 
-    weight_bytes: int = 4
-    """Bytes of a weight and of its gradient; 2: there is no fp32 copy."""
-    moment_bytes: int = 4
-    """Bytes of each of the optimizer's moments."""
-    whole_logits: bool = False
-    """Whether the loss sees all logits of a micro batch at once."""
-    zero2: bool = False
-    """Under DDP, gradients and optimizer state are sharded, parameters not (ZeRO-2)."""
+    weights: str = "fp32"
+    """`fp32`, computed with in bf16; `bf16`, and so are gradients; `master`: bf16, with gradients and
+    copies for the optimizer in fp32; `master, bf16 gradients`."""
+    moments: str = "fp32"
+    """Format of the optimizer's moments: `fp32`, `bf16` or `8bit`."""
+    zero: int = 3
+    """What the ranks of data parallelism share under FSDP and in a pipeline (ZeRO's stages).
+
+    0: nothing; 1: the optimizer's state; 2: gradients too; 3: parameters too. Below 3, weights are gathered
+    once a step.
+    """
+    prefetch: bool = True
+    """Whether backward gathers a block's weights while the block before computes."""
+    exchanges: tuple[str, ...] = ()
+    """`tp`, `cp`, `ep`: those that run beside computation. `rows once`: a token that several experts of a
+    node want is sent there once."""
+    tp_shards: bool = False
+    """Whether tp ranks keep shards of what they gather, and shards of embedding and head."""
+    fp8: str = "linear"
+    """`linear`: FP8 where ours has it. `all`: experts too, casts fused into other kernels, weights once."""
+    recompute: str = "op"
+    """What `--sac-policy op` keeps: results of all matmuls (`op`), or `every-other-matmul`."""
+    loss: str = "chunks"
+    """Whether the loss sees logits in `chunks`, or a micro batch's `whole`."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight as it is trained."""
+        return 4 if self.weights == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient as it is kept."""
+        return 4 if self.weights in ("fp32", "master") else 2
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of each of the optimizer's moments."""
+        return {"fp32": 4, "bf16": 2, "8bit": 1}[self.moments]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +255,7 @@ class Work:
     fp8: Fp8Work = NO_FP8
     ddp: Ddp = NO_DDP
     fsdp: Fsdp = NO_FSDP
-    theirs: Theirs = Theirs()
+    trainer: Trainer = Trainer()
 
     @property
     def trains(self) -> bool:
@@ -243,8 +274,13 @@ class Work:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight that is trained, and of its gradient."""
-        return self.theirs.weight_bytes if self.bf16_weights == "off" else 2
+        """Bytes of a weight that is trained."""
+        return self.trainer.weight_bytes if self.bf16_weights == "off" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient that is kept between micro batches."""
+        return self.trainer.gradient_bytes if self.bf16_weights == "off" else 2
 
     @property
     def matmul_bytes(self) -> int:

@@ -1,0 +1,62 @@
+"""Other trainers, by name: how they execute a step (configs/trainers.json). Needs no torch."""
+
+import dataclasses
+import functools
+import json
+from typing import Any, get_args
+
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.formulas.work import Fp8Work, Trainer, Work
+from llm_train_bench.model.json_keys import CONFIGS
+from llm_train_bench.settings.flags import Args, Fp8Flags, LoraFlags, Script, TorchaoRecipe
+from llm_train_bench.settings.plan import Plan, make_plan, refuse_te, resolve_lora
+from llm_train_bench.settings.rules import check
+
+TRAINERS_FILE = CONFIGS / "trainers.json"
+
+
+@functools.cache
+def _entries() -> dict[str, Any]:
+    return json.loads(TRAINERS_FILE.read_text(encoding="utf-8"))["trainers"]
+
+
+def find_trainer(name: str) -> Trainer:
+    """The trainer of that name; UsageError with the known ones."""
+    if name not in _entries():
+        raise UsageError(f"--trainer {name}: unknown; known are {', '.join(_entries())}")
+    choices = _entries()[name]["choices"]
+    exchanges = tuple(choices.get("exchanges", ()))
+    return Trainer(**(choices | {"exchanges": exchanges}))
+
+
+def executed_by(work: Work, trainer: Trainer) -> Work:
+    """The same step as the trainer executes it."""
+    recompute = work.recompute
+    if recompute.policy == "op":
+        recompute = dataclasses.replace(recompute, policy=trainer.recompute)
+    return dataclasses.replace(work, trainer=trainer, recompute=recompute)
+
+
+def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) -> Plan:
+    """`make_plan(args, script, ...)` of the trainer of that name; UsageError for what it cannot do.
+
+    Other trainers have FP8 and LoRA in layouts where our scripts refuse them.
+    """
+    trainer = find_trainer(name)
+    if trainer == Trainer():
+        return make_plan(check(args, script), script, *others, **more)
+    taken = [*dataclasses.fields(Fp8Flags), *dataclasses.fields(LoraFlags)]
+    plain = dataclasses.replace(args, **{field.name: field.default for field in taken})
+    plan = make_plan(check(plain, script), script, *others, **more)
+    work = executed_by(plan.work, trainer)
+    if (args.use_fp8 or args.lora_rank) and work.amp != "bf16":
+        raise UsageError(f"--trainer {name}: --use-fp8 and --lora-rank need --amp bf16")
+    if args.use_fp8:
+        if trainer.fp8 != "all":
+            refuse_te(work.config, f"--use-fp8 --trainer {name}")
+        recipe = "current" if args.fp8_recipe == "auto" else args.fp8_recipe
+        backend = "torchao" if recipe in get_args(TorchaoRecipe) else "te"
+        work = dataclasses.replace(work, fp8=Fp8Work(backend, recipe))
+    if args.lora_rank:
+        work = dataclasses.replace(work, lora=resolve_lora(args.part(LoraFlags), work))
+    return dataclasses.replace(plan, work=work)

@@ -1,0 +1,282 @@
+"""A step as events on streams: what waits for what, given the seconds of each piece. Needs no torch.
+
+Ranks that do the same are one: a group of a pipeline, or all. Each has a stream for computation, one for
+its network, on which collectives wait for each other, and one for sends. speed_model.py gives the seconds
+of pieces and adds up what comes out. Micro batches repeat: of many, a few are laid out, and the time of one
+more is that of the last ones laid out.
+"""
+
+import dataclasses
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.formulas.work import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that a group of like ranks does on one of its streams; seconds from the step's start."""
+
+    group: int
+    stream: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Seconds of what a group does: forward and backward of blocks, head, collectives of units.
+
+    `after` follows the optimizer. `host_s` is for launching a micro batch's kernels.
+    """
+
+    forward: dict[int, float]
+    backward: dict[int, float]
+    head: float
+    units: dict[int, tuple[float, float]]
+    optimizer: float
+    after: float
+    host_s: float
+
+    @functools.cached_property
+    def computing(self) -> float:
+        """Seconds of computation of a micro batch."""
+        return sum(self.forward.values()) + sum(self.backward.values()) + self.head
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """DDP's buckets: how many the gradients of blocks and of all fill, and seconds of one; or of a send."""
+
+    filled: dict[int, float] = dataclasses.field(default_factory=dict)
+    buckets: float = 0.0
+    bucket_s: float = 0.0
+    send_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """Seconds of a step; of its collectives of weights and gradients; and when no group computes."""
+
+    seconds: float
+    network: float
+    exposed: float
+
+
+class Clock:
+    """When each stream of each group is free, and how long it was busy; and events, if they are wanted."""
+
+    def __init__(self, one_stream: bool, events: list[Event] | None = None):
+        self.one_stream = one_stream  # a CPU, where exchanges take the cores that compute
+        self.events = events
+        self.free: dict[tuple[int, str], float] = defaultdict(float)
+        self.busy: dict[tuple[int, str], float] = defaultdict(float)
+
+    def run(self, group: int, stream: str, name: str, seconds: float, after: float = 0.0) -> float:
+        """Put an event on a stream, no earlier than `after`; returns its end."""
+        key = group, ("compute" if self.one_stream else stream)
+        start = max(after, self.free[key])
+        if self.events is not None and seconds:
+            self.events.append(Event(group, key[1], name, start, start + seconds))
+        self.free[key] = start + seconds
+        self.busy[group, stream] += seconds
+        return start + seconds
+
+
+def lay_out(work: Work, pieces: list[Pieces], around: Around, clock: Clock) -> Laid:
+    """Put all events of a step on the clock."""
+    exposed = 0.0
+    if work.fsdp.pp > 1:
+        end, exposed = _pipeline(work, pieces, clock, around.send_s)
+    elif work.fsdp:
+        end = _sharded(work, pieces[0], clock)
+    else:
+        end = _replicated(work, pieces[0], clock, around)
+    network = max(clock.busy[group, "network"] for group in range(work.fsdp.pp))
+    return Laid(end, network, exposed)
+
+
+def step_seconds(work: Work, pieces: list[Pieces], around: Around, one_stream: bool) -> Laid:
+    """The seconds of a step of any number of micro batches."""
+    number, pp = work.batch.grad_acc_steps, work.fsdp.pp
+    rounds = _round_of(work) if work.fsdp.virtual > 1 else pp
+    # A pipeline is in its stride once all groups have work, two rounds on.
+    most = (2 if pp == 1 else 3) * rounds + number % rounds
+    if number <= most + rounds:
+        return lay_out(work, pieces, around, Clock(one_stream))
+    fewer, more = (
+        lay_out(_with_micro_batches(work, n), pieces, around, Clock(one_stream))
+        for n in (most, most + rounds)
+    )
+    times = (number - most - rounds) / rounds
+    both = zip(dataclasses.astuple(fewer), dataclasses.astuple(more), strict=True)
+    return Laid(*(b + times * (b - a) for a, b in both))
+
+
+def _with_micro_batches(work: Work, number: int) -> Work:
+    batch = dataclasses.replace(work.batch, grad_acc_steps=number)
+    return dataclasses.replace(work, batch=batch)
+
+
+def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
+    """FSDP: a block's gather is sent for when the block before begins, its reduction when it ends.
+
+    Without prefetch a gather of the backward is sent for when the block before ends (FSDP1's
+    BACKWARD_POST). Where weights stay gathered, it happens in the first micro batch alone.
+    """
+    trainer, layers, units, end = work.trainer, list(pieces.forward), pieces.units, 0.0
+    whole = trainer.zero < 3
+    passes = [("forward", layers, pieces.forward, True)]
+    if work.trains:
+        reshard = work.fsdp.reshard and not whole
+        passes.append(("backward", layers[::-1], pieces.backward, reshard))
+    n_micro = work.batch.grad_acc_steps
+    for micro in range(n_micro):
+        reduces = micro + 1 == n_micro or not (work.fsdp.reduce_last or trainer.zero == 1)
+        fetches = micro == 0 or not whole
+        ready = clock.run(0, "network", "gather the rest", fetches * units[-1][0], end)
+        for name, order, seconds, again in passes:
+            gathers = again and fetches
+            ready = clock.run(
+                0, "network", f"gather {order[0]}", gathers * units[order[0]][0], ready
+            )
+            for layer, coming in zip(order, [*order[1:], None], strict=True):
+                start = max(ready, clock.free[0, "compute"])
+                ahead = trainer.prefetch or name == "forward"
+                if gathers and coming is not None and ahead:
+                    ready = clock.run(0, "network", f"gather {coming}", units[coming][0], start)
+                end = clock.run(0, "compute", f"{name} {layer} #{micro}", seconds[layer], start)
+                if gathers and coming is not None and not ahead:
+                    ready = clock.run(0, "network", f"gather {coming}", units[coming][0], end)
+                if name == "backward" and reduces:
+                    clock.run(0, "network", f"reduce {layer}", units[layer][1], end)
+            if name == "forward":
+                end = ready = clock.run(0, "compute", f"head and loss #{micro}", pieces.head)
+            elif reduces:
+                last = clock.run(0, "network", "reduce the rest", units[-1][1], end)
+                end = end if n_micro > micro + 1 else last
+    return clock.run(0, "compute", "optimizer", pieces.optimizer, end)
+
+
+def _replicated(work: Work, pieces: Pieces, clock: Clock, around: Around) -> float:
+    """One device, or DDP: full buckets are reduced while the backward of the last micro batch goes on."""
+    layers, micro_steps = list(pieces.forward), work.batch.grad_acc_steps
+    filled = sent = done = end = 0.0
+    for micro in range(micro_steps):
+        for layer in layers:
+            clock.run(0, "compute", f"forward {layer} #{micro}", pieces.forward[layer])
+        done = clock.run(0, "compute", f"head and loss #{micro}", pieces.head)
+        for layer in reversed(layers) if work.trains else ():
+            done = clock.run(0, "compute", f"backward {layer} #{micro}", pieces.backward[layer])
+            filled += around.filled.get(layer, 0.0) if micro + 1 == micro_steps else 0.0
+            if work.ddp.overlap and (full := int(filled - sent)):
+                name = f"reduce {full} buckets"
+                end = clock.run(0, "network", name, full * around.bucket_s, done)
+                sent += full
+    left = (around.buckets - sent) * around.bucket_s
+    end = clock.run(0, "network", "reduce the last buckets", left, done)
+    end = clock.run(0, "compute", "optimizer", pieces.optimizer, max(end, done))
+    return clock.run(0, "network", "gather parameters", pieces.after, end)
+
+
+def _round_of(work: Work) -> int:
+    """Micro batches that a virtual stage takes before the next stage's turn."""
+    n_micro = work.batch.grad_acc_steps
+    return n_micro // max(1, n_micro // work.fsdp.pp)
+
+
+def _order(work: Work, group: int) -> Iterator[tuple[bool, int, int]]:
+    """A group's (backward, stage, micro batch) in turn: 1F1B or interleaved, as PyTorch has them."""
+    pp, v, m = work.fsdp.pp, work.fsdp.virtual, work.batch.grad_acc_steps
+    round_of = _round_of(work)
+
+    def at(k: int, back: bool) -> tuple[bool, int, int]:
+        chunk = k // round_of % v
+        micro = k // (round_of * v) * round_of + k % round_of
+        stage = (v - 1 - chunk if back else chunk) * pp + group
+        return back, stage, micro
+
+    total = m * v
+    warm = pp - 1 - group if v == 1 else (v - 1) * round_of + 2 * (pp - 1 - group)
+    warm = min(total, warm)
+    for k in range(total + warm):
+        if k < total:
+            yield at(k, False)
+        if k >= warm and work.trains:
+            yield at(k - warm, True)
+
+
+def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> tuple[float, float]:
+    """Groups take turns by the schedule; streams travel between them beside the computation.
+
+    Returns the step's end, and the seconds before the first and after the last pass.
+    """
+    pp, stages = work.fsdp.pp, work.fsdp.stages
+    orders = [list(_order(work, group)) for group in range(pp)]
+    gathered = [0.0] * stages
+    seconds: list[tuple[float, float]] = []
+    for stage in range(stages):
+        group, layers = stage % pp, work.stage_layers(stage)
+        piece = pieces[group]
+        if stage < pp:
+            clock.run(group, "network", "gather the rest", piece.units[-1][0])
+        for layer in layers:
+            name = f"gather {layer}"
+            gathered[stage] = clock.run(group, "network", name, piece.units[layer][0])
+        head = piece.head if stage == stages - 1 else 0.0
+        forward = sum(piece.forward[layer] for layer in layers) + head
+        seconds.append((forward, sum(piece.backward[layer] for layer in layers)))
+    # When the input of a pass of a stage for a micro batch is there.
+    arrived = {(False, 0, micro): 0.0 for micro in range(work.batch.grad_acc_steps)}
+    at, reducible, moved = [0] * pp, [0.0] * stages, True
+    while moved:
+        moved = False
+        for group, order in enumerate(orders):
+            while at[group] < len(order) and (start := arrived.get(order[at[group]])) is not None:
+                back, stage, micro = order[at[group]]
+                at[group] += 1
+                moved, step = True, -1 if back else 1
+                name = f"{'backward' if back else 'forward'} stage {stage} #{micro}"
+                start = max(start, gathered[stage])
+                end = clock.run(group, "compute", name, seconds[stage][back], start)
+                if 0 <= stage + step < stages:
+                    clock.run(group, "send", name, send_s, end)
+                    arrived[back, stage + step, micro] = end + send_s
+                elif not back:
+                    arrived[True, stage, micro] = end
+                reducible[stage] = end
+    end, last = 0.0, max(clock.free[group, "compute"] for group in range(pp))
+    for group, piece in enumerate(pieces):
+        done = clock.free[group, "compute"]
+        for stage in reversed(range(group, stages, pp)) if work.trains else ():
+            for layer in reversed(work.stage_layers(stage)):
+                reduced = clock.run(
+                    group, "network", f"reduce {layer}", piece.units[layer][1], reducible[stage]
+                )
+                done = max(done, reduced)
+        done = clock.run(group, "network", "reduce the rest", piece.units[-1][1], done)
+        end = max(end, clock.run(group, "compute", "optimizer", piece.optimizer, done))
+    return end, gathered[0] + max(0.0, end - last - pieces[-1].optimizer)
+
+
+def write_trace(events: list[Event], path: Path, name_of: Callable[[int], str]) -> None:
+    """The events as a Chrome trace, which Perfetto opens; a process for each group of ranks."""
+    streams = {"compute": 1, "network": 2, "send": 3}
+    content: list[dict] = []
+    for group in sorted({event.group for event in events}):
+        about = {"ph": "M", "pid": group, "name": "process_name", "args": {"name": name_of(group)}}
+        content.append(about)
+        content += [
+            {"ph": "M", "pid": group, "tid": t, "name": "thread_name", "args": {"name": stream}}
+            for stream, t in streams.items()
+        ]
+    for e in events:
+        place = {"ph": "X", "cat": "simulated", "pid": e.group, "tid": streams[e.stream]}
+        times = {"ts": 1e6 * e.start_s, "dur": 1e6 * (e.end_s - e.start_s)}
+        content.append(place | {"name": e.name} | times)
+    write_whole(path, json.dumps({"traceEvents": content}) + "\n")
