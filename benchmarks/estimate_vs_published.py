@@ -29,8 +29,8 @@ from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import parse_config
-from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.command_line import parse_dataclass
+from llm_train_bench.settings.flags import Args, Script
 
 PUBLISHED = Path(__file__).parent / "published"
 OUTLIER = 0.15
@@ -46,7 +46,7 @@ def published_rows(split: str | None = None) -> tuple[dict, ...]:
     rows = []
     for path in sorted(PUBLISHED.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["split"] == split or (split is None and content["split"] != "lora"):
+        if content["split"] == split or (split is None and content["split"] in ("fit", "hold")):
             about = {key: value for key, value in content.items() if key != "rows"}
             about["file"] = path.stem
             rows += [about | row for row in content["rows"]]
@@ -63,9 +63,10 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     config = None if isinstance(model, str) else parse_config(model, row.get("model", "model"))
     name = str(ROOT / model) if config is None else "configs/gpt2-tiny.json"
     argv = [name, "--bsz", str(row["bsz"]), *shlex.split(row["flags"])]
-    args = parse_args([*argv, "--seq-len", str(row["seq_len"])], script)
+    args = parse_dataclass(Args, [*argv, "--seq-len", str(row["seq_len"])], script)
     fp8 = {"use_fp8": True, "fp8_recipe": row["fp8"]} if "fp8" in row else {}
     args = dataclasses.replace(args, **fp8, **row.get("lora", {}))
+    gpu = dataclasses.replace(gpu, memory_gib=row.get("memory_gib", gpu.memory_gib))
     memory, trainer = gpu.memory_gib, row["trainer"]
     work = plan_by(trainer, args, script, row["gpus"], gpu.platform, config, memory).work
     kinds, clock = ("bf16", "fp8", "measured_bf16", "measured_fp8"), row.get("clock", 1.0)
@@ -83,6 +84,38 @@ def predicted(row: dict, work: Work, gpu: Hardware) -> float:
 def errors(rows) -> list[float]:
     """Relative error of the estimated tokens/s of each row."""
     return [predicted(row, *step_of(row)) / row["tokens_per_sec_per_gpu"] - 1 for row in rows]
+
+
+def memory_need(row: dict) -> float:
+    """What a row's step needs of a GPU's memory, as a part of it, as the verdict sees it."""
+    work, gpu = step_of(row)
+    return estimate_memory(work).on_device(work.world) / GIB / gpu.memory_gib
+
+
+# How the formats of a report's weights are called by trainers.json.
+WEIGHTS = {
+    "bf16 with fp32 master copy": "master, bf16 gradients",
+    "fp16 with fp32 master copy": "master, bf16 gradients",
+    "bf16 (no fp32 master copy)": "bf16",
+}
+
+
+def reported_step(report: dict) -> tuple[Work, Hardware]:
+    """A report's step and device, with what it says of formats and of the loss."""
+    flags = report["flags"].split()
+    zero = 1 if "--pp" in flags and "master" in WEIGHTS.get(report["weights"], "") else 3
+    if "--reshard-after-forward" in flags:  # as near as our flags come to ZeRO-1 and 2
+        zero = 1 if "--reduce-last" in flags else 2
+    choices = {
+        "weights": WEIGHTS.get(report["weights"], "fp32"),
+        "moments": report.get("moments", "fp32"),
+        "zero": zero,
+        "tp_shards": report["trainer"] in ("megatron", "other"),
+        "loss": report.get("loss") or {"chunked": "chunks"}.get(report["logits"], "whole"),
+    }
+    work, gpu = step_of(report | {"trainer": "ours"})
+    work = dataclasses.replace(work, trainer=dataclasses.replace(work.trainer, **choices))
+    return work, gpu
 
 
 def memory_errors(rows) -> dict[str, list[float]]:

@@ -2,134 +2,145 @@
 
     python benchmarks/fit_estimate.py [--write]
 
-Each constant below has a range that it can physically lie in. They are moved one after the other along a
-grid, as long as the mean |log error| of the rows that the group names falls. Rows with `split: hold` are
-never read. `--write` puts the values into configs/hardware.json. Needs no torch and no GPU.
+A constant of all devices lies in a physical range. A device's matmuls and attention have a level: that of
+its architecture times its own, both drawn towards 1 as far as rows do not say otherwise (a Gaussian prior on
+logarithms). Errors count by Huber's function, so that single rows do not decide; rows of one source are worth
+less together, since they share its trainer. Rows with `split: hold` are never read. `--write` puts the values
+into configs/hardware.json. Needs no torch and no GPU.
 """
 
 import argparse
+import collections
 import dataclasses
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.estimate_vs_published import PLAIN, kind_of, predicted, published_rows, step_of
+from benchmarks.estimate_vs_published import predicted, published_rows, step_of
 from llm_train_bench.base import hardware
 from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, constants, family_of
 from llm_train_bench.formulas.work import Work
 
+# Ranges of constants, and the spread of levels, of rows and of sources (of logarithms), chosen beforehand.
+RANGES = {
+    "half_side": (40, 160),
+    "bandwidth": (0.5, 0.95),
+    "kernels_modules": (100, 1000),
+    "kernels_expert": (6, 60),
+}
+ARCHITECTURE, DEVICE, ROW, SOURCE = 0.3, 0.1, 0.10, 0.09
+# Values are rounded to so many digits, so that another machine finds the same.
+DIGITS = 3
+
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """Constants that some rows choose: of all devices, or (`devices`) of some.
+class Step:
+    """A row with its step and device, its architecture, and what it is worth."""
 
-    `grids` has the values that each may take.
-    """
-
-    name: str
-    rows: Callable[[dict], bool]
-    grids: dict[str, list[float]]
-    devices: tuple[str, ...] = ()
+    row: dict
+    work: Work
+    gpu: Hardware
+    family: str
+    weight: float
 
 
-def steps(low: float, high: float, by: float) -> list[float]:
-    return [round(low + i * by, 4) for i in range(round((high - low) / by) + 1)]
+def fitting_steps() -> list[Step]:
+    rows = published_rows("fit")
+    sources = collections.Counter(row["source"] for row in rows)
+    steps = []
+    for row in rows:
+        work, gpu = step_of(row)
+        weight = 1 / (1 + (sources[row["source"]] - 1) * (SOURCE / ROW) ** 2)
+        steps.append(Step(row, work, gpu, family_of(gpu.name), weight))
+    return steps
 
 
-GROUPS = [
-    # A matmul's part of the highest rate anybody measured cannot be above 1; half a tile is 64 rows.
-    Group(
-        "all, from data parallel rows of H100 and H200",
-        lambda row: family_of(row["gpu"]) == "H100, H200" and kind_of(row) == PLAIN,
-        dict(
-            sustained=steps(0.86, 1.0, 0.02),
-            half_side=steps(40, 120, 20),
-            bandwidth=steps(0.75, 0.95, 0.05),
-        ),
-    ),
-    # GeForce clocks above its listed boost, so that a part of the listed peak may be above 1.
-    Group(
-        "RTX",
-        lambda row: family_of(row["gpu"]) == "RTX",
-        {"bf16_of_peak": steps(0.7, 1.15, 0.05), "fp8_of_peak": steps(0.5, 1.0, 0.05)},
-        ("RTX 4090", "RTX 5090", "RTX 6000 Ada", "RTX PRO 6000 Workstation", "RTX PRO 6000 Server"),
-    ),
-    Group(
-        "MI300X",
-        lambda row: row["gpu"] == "MI300X",
-        {
-            "sustained": steps(0.5, 0.95, 0.05),
-            "fp8_of_peak": steps(0.25, 0.5, 0.05),
-            "attention_forward": steps(0.15, 0.35, 0.05),
-            "attention_backward": steps(0.1, 0.25, 0.05),
-        },
-        ("MI300X", "MI325X"),
-    ),
-]
+def loss_of(step: Step, values: dict[str, float]) -> float:
+    """Huber's function of a row's error [standard deviations], times what the row is worth."""
+    common = {name: values[name] for name in RANGES}
+    level = values[step.family] * values[step.gpu.name]
+    gpu = dataclasses.replace(step.gpu, fitted=step.gpu.fitted | common | {"level": level})
+    error = predicted(step.row, step.work, gpu) / step.row["tokens_per_sec_per_gpu"]
+    size = abs(math.log(error)) / ROW
+    return step.weight * (size**2 / 2 if size < 1 else size - 0.5)
 
 
-def error_of(steps: Iterable[tuple[dict, Work, Hardware]], values: dict[str, float]) -> float:
-    """Mean |log(estimated / published)| of rows, whose devices have these constants."""
-    errors = []
-    for row, work, gpu in steps:
-        gpu = dataclasses.replace(gpu, fitted=gpu.fitted | values)
-        errors.append(abs(math.log(predicted(row, work, gpu) / row["tokens_per_sec_per_gpu"])))
-    return sum(errors) / len(errors)
+def prior_of(name: str, value: float, steps: list[Step]) -> float:
+    """What a level costs by its distance from 1; constants have their range alone."""
+    if name in RANGES:
+        low, high = RANGES[name]
+        return 0.0 if low <= value <= high else math.inf
+    spread = ARCHITECTURE if any(step.family == name for step in steps) else DEVICE
+    return (math.log(value) / spread) ** 2 / 2
 
 
-def fit(group: Group) -> dict[str, float]:
-    """The values with the least error, one constant moved at a time until none moves."""
-    rows = [(row, *step_of(row)) for row in published_rows("fit") if group.rows(row)]
-    fitted = hardware.find_hardware(group.devices[0]).fitted if group.devices else {}
-    known = dataclasses.asdict(constants()) | fitted
-    start: dict[str, float] = {name: known[name] for name in group.grids}
-    best, least = dict(start), error_of(rows, start)
-    print(f"{group.name}: {len(rows)} rows, mean error before {math.expm1(least):.1%}")
-    before = None
-    while best != before:
-        before = best
-        for name, grid in group.grids.items():
-            for value in grid:
-                tried = best | {name: value}
-                if (error := error_of(rows, tried)) < least - 1e-6:
-                    best, least = tried, error
-    print(f"  after {math.expm1(least):.1%}: {best}")
-    return best
+def rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def fit(steps: list[Step], values: dict[str, float], sweeps: int = 6) -> dict[str, float]:
+    """The values with the least loss: one moved at a time, by smaller and smaller factors."""
+    values, losses = dict(values), [loss_of(step, values) for step in steps]
+    for sweep in range(sweeps):
+        factor = 1 + 0.12 / 2**sweep
+        for name in values:
+            touched = [i for i, s in enumerate(steps) if name in RANGES or name in (s.family, s.gpu.name)]
+            now = sum(losses[i] for i in touched) + prior_of(name, values[name], steps)
+            for move in (factor, 1 / factor):
+                tried = values | {name: rounded(values[name] * move)}
+                if (prior := prior_of(name, tried[name], steps)) == math.inf:
+                    continue
+                new = {i: loss_of(steps[i], tried) for i in touched}
+                if sum(new.values()) + prior < now - 1e-4:
+                    values = tried
+                    for i, loss in new.items():
+                        losses[i] = loss
+                    break
+    return values
+
+
+def start_of(steps: list[Step]) -> dict[str, float]:
+    now = dataclasses.asdict(constants())
+    values = {name: now[name] for name in RANGES}
+    return values | dict.fromkeys([s.family for s in steps], 1.0) | dict.fromkeys(
+        [s.gpu.name for s in steps], 1.0
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="Write configs/hardware.json.")
     args = parser.parse_args()
-    for group in GROUPS:
-        values = fit(group)
-        if not args.write:
-            continue
-        text = HARDWARE_FILE.read_text(encoding="utf-8")
-        HARDWARE_FILE.write_text(with_values(text, group, values), encoding="utf-8")
+    steps = fitting_steps()
+    values = start_of(steps)
+    before = sum(loss_of(step, values) for step in steps)
+    for _ in range(2):
+        values = fit(steps, values)
+    after = sum(loss_of(step, values) for step in steps)
+    print(f"{len(steps)} rows, loss {before:.1f} to {after:.1f}: {json.dumps(values, indent=1)}")
+    if args.write:
+        text = with_values(HARDWARE_FILE.read_text(encoding="utf-8"), values)
+        HARDWARE_FILE.write_text(text, encoding="utf-8")
         hardware.devices.cache_clear()
         hardware.constants.cache_clear()
 
 
-def with_values(text: str, group: Group, values: dict[str, float]) -> str:
+def with_values(text: str, values: dict[str, float]) -> str:
     """The file's text with the values in their places, and nothing else changed."""
-    content = json.loads(text)
-    if not group.devices:
-        for name, value in values.items():
-            old = json.dumps(content["speed_model"][name])
-            text = text.replace(f'"{name}": {old}', f'"{name}": {value:g}', 1)
-        return text
-    for device in content["devices"]:
-        if device["name"] in group.devices:
-            begin = text.index(f'"name": {json.dumps(device["name"])}')
-            old = f'"fitted": {json.dumps(device["fitted"])}'
-            place = text.index(old, begin)
-            new = f'"fitted": {json.dumps(device["fitted"] | values)}'
-            text = text[:place] + new + text[place + len(old) :]
+    for name in RANGES:
+        text, n = re.subn(rf'("{name}"): [\d.e-]+', rf"\1: {values[name]:g}", text, count=1)
+        assert n == 1, name
+    for device in json.loads(text)["devices"]:
+        name = device["name"]
+        level = values.get(family_of(name), 1.0) * values.get(name, 1.0)
+        fitted = device["fitted"] | {"level": rounded(level)}
+        start = text.index(f'"name": "{name}"')
+        a = text.index('"fitted": ', start)
+        text = text[:a] + f'"fitted": {json.dumps(fitted)}' + text[text.index("}", a) + 1 :]
     return text
 
 

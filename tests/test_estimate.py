@@ -26,13 +26,12 @@ from llm_train_bench.estimate import memory_check
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.memory_trace import traced_memory
 from llm_train_bench.estimate.predict import make_estimate
-from llm_train_bench.estimate.step_events import simulate_step
 from llm_train_bench.formulas import memory_model
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_parameters
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import block_activations, estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
-from llm_train_bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time
+from llm_train_bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time, timeline
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.config import load_config, parse_config
 from llm_train_bench.model.init import materialize
@@ -782,7 +781,7 @@ def test_a_simulated_step_agrees_with_the_formulas(script, gpus, model, flags):
     """Within 3 %, the longest path through events against sums; no stream does two things at once."""
     seq_len = 1024 if model.startswith("gpt2") else 4096
     work = work_of(f"{model}.json --seq-len {seq_len} --pt-compile {flags}", script, gpus)
-    events, seconds = simulate_step(work, H100)
+    events, seconds = timeline(work, H100)
     assert seconds == pytest.approx(estimate_speed(work, H100).step_s, rel=0.03)
     assert max(e.end_s for e in events) == pytest.approx(seconds)
     free = collections.defaultdict(float)
@@ -799,7 +798,7 @@ def test_a_pipelines_events_wait_for_each_other():
     """A stage's forward begins when the one before has sent, its backward when the next has."""
     text = "llama-3.1-8b.json --seq-len 4096 --bsz 1 --pp 4 --pp-virtual 2 --grad-acc-steps 8"
     work = work_of(text, "train_pp.py", 16)
-    events, _ = simulate_step(work, H100)
+    events, _ = timeline(work, H100)
     at = {e.name: e for e in events if e.stream == "compute"}
     sent = {e.name: e for e in events if e.stream == "send"}
     for micro in range(8):
@@ -819,7 +818,7 @@ def test_nothing_hides_an_exchange_on_a_cpu(script):
     assert estimate.parts["exposed communication"] > 0 == estimate.parts["hidden communication"]
     if work.fsdp:  # DDP's one bucket is full at the end
         assert estimate_speed(work, H100).parts["hidden communication"] > 0
-    assert simulate_step(work, cpu)[1] == pytest.approx(estimate.step_s, rel=0.03)
+    assert timeline(work, cpu)[1] == pytest.approx(estimate.step_s, rel=0.03)
 
 
 def test_limits_of_power_clock_and_network(estimated):

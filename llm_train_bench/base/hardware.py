@@ -30,6 +30,7 @@ class Hardware:
     driver_names: tuple[str, ...]
     bf16_tflops: float
     fp8_tflops: float | None = None
+    fp4_tflops: float | None = None
     fp32_tflops: float
     mxfp8: bool = False
     memory_gib: float
@@ -159,13 +160,10 @@ def limited(
     return scaled(dataclasses.replace(gpu, nic_gb_per_s=nic), compute=factor)
 
 
-COMPUTE = "sustained attention_forward attention_backward cudnn_forward cudnn_backward".split()
-
-
 def scaled(gpu: Hardware, compute: float, others: float = 1.0) -> Hardware:
     """The same device, the rates of matmuls and attention, and of memory and launches, times factors."""
     now = dataclasses.asdict(gpu.constants)
-    fitted = {name: now[name] * compute for name in COMPUTE}
+    fitted = {"level": now["level"] * compute}
     fitted |= {"bandwidth": now["bandwidth"] * others, "launch_s": now["launch_s"] / others}
     return dataclasses.replace(gpu, fitted=gpu.fitted | fitted)
 
@@ -271,9 +269,10 @@ def find_hardware(name: str) -> Hardware:
 
 # Devices for which an estimate is as good: of one architecture and use.
 FAMILIES_OF_DEVICES = {
-    "H100, H200": ("H100", "H200", "GH200", "H20"), "A100": ("A100",),
-    "B200, B300": ("B200", "B300", "GB200", "GB300"), "L40S": ("L40S",), "MI300X": ("MI300X", "MI325X"),
-    "MI355X": ("MI350X", "MI355X"), "RTX": ("RTX",)}  # fmt: skip
+    "H100, H200": ("H100", "H200", "GH200", "H20"), "A100": ("A100",), "Ampere": ("A10", "A6000"),
+    "B200, B300": ("B200", "B300", "GB200", "GB300"), "MI300X, MI325X": ("MI300X", "MI325X"),
+    "MI350X, MI355X": ("MI350X", "MI355X"), "Ada": ("L40S", "L4", "RTX 4090", "RTX 6000"),
+    "RTX Blackwell": ("RTX 5090", "RTX PRO", "GB10")}  # fmt: skip
 
 
 def accuracy_of(name: str, divided: bool) -> dict[str, Any] | None:
@@ -288,8 +287,8 @@ def accuracy_of(name: str, divided: bool) -> dict[str, Any] | None:
 
 def family_of(name: str) -> str:
     """The family of a device, by which the accuracy of estimates is told; its name where it has none."""
-    word = name.split()[0]
-    return next((f for f, words in FAMILIES_OF_DEVICES.items() if word in words), name)
+    families = FAMILIES_OF_DEVICES.items()
+    return next((f for f, words in families for w in words if f"{name} ".startswith(f"{w} ")), name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +299,9 @@ class Constants:
     A100 and Hopper. A device's `fitted` values override them.
     """
 
+    # What a device's matmuls and attention reach of what is said below; of its architecture, if fewer rows
+    # than one could show it.
+    level: float
     # Part of the highest measured matmul rate that a step keeps up: clocks fall under load.
     sustained: float
     # A matmul's side that halves its efficiency: its last tiles are partly empty.
@@ -319,14 +321,19 @@ class Constants:
     half_head: float
     # Part of the memory bandwidth that elementwise kernels reach.
     bandwidth: float
-    # Time to launch a kernel [s], and kernels of a block's forward and backward.
+    # Time to launch a kernel [s] from compiled code, and from Python (our GPT-2 125M on an H200: 20 ms for
+    # 14 x 85); and kernels of a block's forward and backward.
     launch_s: float
+    launch_eager_s: float
     # 1 where the host computes itself, and its time comes on top; 0 where a device computes meanwhile.
     serial_host: float
     kernels_eager: int
     kernels_compiled: int
-    # Those of a block's routing and experts besides.
+    # Those of a block's routing and experts besides: ours; and those of Transformer Engine's modules, for all
+    # and for each expert of a rank.
     kernels_routing: int
+    kernels_modules: float
+    kernels_expert: float
     # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).
     latency_s: float
     latency_gpu_s: float

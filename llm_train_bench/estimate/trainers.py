@@ -29,12 +29,14 @@ def find_trainer(name: str) -> Trainer:
     return Trainer(**(choices | {"exchanges": exchanges}))
 
 
-def executed_by(work: Work, trainer: Trainer) -> Work:
-    """The same step as the trainer executes it."""
-    recompute = work.recompute
-    if recompute.policy == "op":
-        recompute = dataclasses.replace(recompute, policy=trainer.recompute)
-    return dataclasses.replace(work, trainer=trainer, recompute=recompute)
+def executed_by(work: Work, trainer: Trainer, sac_policy: str) -> Work:
+    """The same step as the trainer executes it, with its own kind of `--sac-policy op`."""
+    own = "cheap" if trainer.modules else trainer.recompute
+    policy = own if sac_policy == "op" else sac_policy
+    recompute = dataclasses.replace(work.recompute, policy=policy)
+    fused = "default" if trainer.modules else None  # its kernels do what a compiler's would
+    compiled = work.compile_mode or fused
+    return dataclasses.replace(work, trainer=trainer, recompute=recompute, compile_mode=compiled)
 
 
 def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) -> Plan:
@@ -47,12 +49,13 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
         return make_plan(check(args, script), script, *others, **more)
     taken = [*dataclasses.fields(Fp8Flags), *dataclasses.fields(LoraFlags)]
     plain = dataclasses.replace(args, **{field.name: field.default for field in taken})
+    plain = dataclasses.replace(plain, sac_policy="block")
     plan = make_plan(check(plain, script), script, *others, **more)
-    work = executed_by(plan.work, trainer)
+    work = executed_by(plan.work, trainer, args.sac_policy)
     if (args.use_fp8 or args.lora_rank) and work.amp != "bf16":
         raise UsageError(f"--trainer {name}: --use-fp8 and --lora-rank need --amp bf16")
     if args.use_fp8:
-        if trainer.fp8 != "all":
+        if not trainer.modules:
             refuse_te(work.config, f"--use-fp8 --trainer {name}")
         recipe = "current" if args.fp8_recipe == "auto" else args.fp8_recipe
         backend = "torchao" if recipe in get_args(TorchaoRecipe) else "te"

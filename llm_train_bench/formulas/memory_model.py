@@ -77,7 +77,8 @@ def estimate_memory(
     apart = sizes.root * passed if sizes.root_gathered else 0.0
     lasting = parameters + optimizer
     several = work.batch.grad_acc_steps > 1
-    lasting += gradients if several or work.ddp.buckets else 0.0
+    whole_weights = bool(fsdp) and work.trainer.zero < 3
+    lasting += gradients if several or work.ddp.buckets or whole_weights else 0.0
     if several and train and fsdp.reduce_last:  # whole gradients take the place of shards
         whole = (fsdp.reduce_bytes if sizes.width == 2 else 4) * (sizes.root + sizes.blocks_here)
         lasting += whole - gradients
@@ -100,14 +101,14 @@ def estimate_memory(
             parameters, gradients, 0.0, activations, logits, gathered, peak, apart, host
         )
     reduced = sizes.block * (width + fsdp.reduce_bytes) if fsdp else 4.0 * sizes.block
-    learns = not work.lora  # no gradients of weights
+    learns = not work.lora and not whole_weights  # gradients of weights that are not in `lasting`
     reduced *= learns
     in_backward = lasting + gathered + kept + sizes.copies
     in_backward += (sizes.vocabulary * width if fsdp else head_gradient) * learns
     if work.config.mtp:  # the embedding's gradient begins with the last module's
         in_backward += sizes.vocabulary * (width if fsdp else 4)
     in_backward += _in_backward(work, work.layers, reduced, fused_norm)
-    if work.offload and not (several or work.ddp.buckets):
+    if work.offload and not (several or work.ddp.buckets or whole_weights):
         in_backward += gradients  # elsewhere they grow while what is kept shrinks
     at_end = parameters + optimizer + gradients
     if fsdp:
@@ -146,6 +147,8 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     ends = (pp_rank == 0) + (pp_rank == fsdp.pp - 1)
     # Streams that come from other groups, and their gradients, each micro batch in a buffer of its own.
     boundaries = batch.grad_acc_steps * stream * (2 * len(stages) - ends) * work.trains
+    ours = work.trainer.zero == 3  # others free what they sent, and add gradients up in one buffer
+    boundaries *= ours
     if fsdp.virtual == 1:
         flying = min(batch.grad_acc_steps, fsdp.pp - pp_rank)
     else:
@@ -159,18 +162,20 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     logits, head_gradient = _loss(work, sizes, fused_norm) if last else (0.0, 0.0)
     gathered = sizes.root_gathered + sizes.gathered_blocks
     whole = (fsdp.reduce_bytes if w == 2 else 4) * (sizes.root + sizes.blocks_here)
-    whole *= work.trains and not work.lora
+    whole *= work.trains and not work.lora and ours
     lasting = parameters + optimizer + gathered + boundaries
     if not work.trains:
         passing = max(_passing_activations(work, layer) for layer in layers)
         peak = lasting + max(passing, logits + stream)
         return MemoryEstimate(parameters, 0.0, 0.0, stream, logits, lasting - parameters, peak)
     # The last group has the loss of the first micro batch before it has gradients, the others' after.
-    again = whole if batch.grad_acc_steps > 1 else 0.0
+    if not ours:
+        lasting, whole, gradients = lasting + gradients, gradients, 0.0
+    again = whole if batch.grad_acc_steps > 1 and ours else 0.0
     in_loss = lasting + again + kept + stream + logits + head_gradient
-    in_backward = lasting + whole + kept + _in_backward(work, layers, 0.0, fused_norm)
+    in_backward = lasting + whole * ours + kept + _in_backward(work, layers, 0.0, fused_norm)
     # Of the first unit that is reduced: a copy for the collective beside all the others' gradients.
-    unit = fsdp.reduce_bytes * max(sizes.block, sizes.root)
+    unit = fsdp.reduce_bytes * max(sizes.block, sizes.root) * ours
     at_end = parameters + optimizer + sizes.root_gathered + whole + boundaries + gradients + unit
     gradients, activations, logits = gradients + whole, kept + boundaries, logits + head_gradient
     peak = max(in_loss, in_backward, at_end)
@@ -180,22 +185,42 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
 
 
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
-    """Bytes of this rank's parameters, gradients and optimizer state; in fp32, unless it is `theirs`."""
-    theirs, ddp, each, lora = work.theirs, work.ddp, work.weight_bytes, work.lora
+    """Bytes of this rank's parameters, gradients and optimizer state."""
+    trainer, ddp, each, lora = work.trainer, work.ddp, work.weight_bytes, work.lora
     moments = {"adamw": 2, "sgd": 1}[work.optimizer] if work.pass_type == "step" else 0
-    state = moments * theirs.moment_bytes + 4 * (moments > 0 and work.bf16_weights == "master")
+    copies = work.bf16_weights == "master" or trainer.weights.startswith("master")
+    state = moments * trainer.moment_bytes + 4 * (moments > 0 and copies)
     if lora:  # adapters, in fp32, are all that is learnt
         learnt = lora.numbers_of(sizes.layers) / (work.fsdp.shards if work.fsdp else 1)
-        share = 1 / work.world if ddp.zero1 or theirs.zero2 else 1
-        gradients = 4.0 * learnt * work.trains / (work.world if theirs.zero2 else 1)
-        return lora.base_bytes * sizes.held + 4 * learnt, gradients, state * learnt * share
-    gradients = each * sizes.held if work.trains or ddp.buckets else 0.0
-    if theirs.zero2:
-        return each * sizes.held, gradients / work.world, state * sizes.held / work.world
+        share = 1 / work.world if ddp.zero1 else 1
+        base = sizes.whole if work.fsdp and trainer.zero < 3 else sizes.held
+        gradients = 4.0 * learnt * work.trains
+        return lora.base_bytes * base + 4 * learnt, gradients, state * learnt * share
+    gradients = work.gradient_bytes * sizes.held if work.trains or ddp.buckets else 0.0
+    if work.fsdp and trainer.zero < 3:
+        if trainer.zero < 2:
+            gradients = work.gradient_bytes * sizes.whole * work.trains
+        return each * sizes.whole, gradients, state * (sizes.held if trainer.zero else sizes.whole)
     # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
     share = 1 / work.world if ddp.zero1 else 1
     copies = 4 * sizes.held * share if ddp.zero1 and state else 0.0
     return each * sizes.held + copies, gradients, state * sizes.held * share
+
+
+def _cheap(work: Work, layer: int) -> float:
+    """Numbers that a block need not keep: what norms, activations and latent queries and keys made."""
+    config, tp = work.config, work.fsdp.tp
+    d, tokens = config.hidden_size / _input_shards(work), work.gathered_tokens
+    numbers = 0.0 if layer in config.mlp_alone else d * tokens
+    if m := config.latent:
+        a, heads = config.query_size / tp, config.num_attention_heads / tp
+        numbers += (2 * a + heads * (m.nope_dim + m.value_dim)) * tokens
+    if layer in config.mixer_alone:
+        return numbers
+    if not config.has_experts(layer):
+        return numbers + (d + config.intermediate_size / tp) * tokens
+    e = config.experts
+    return numbers + work.own_tokens * e.per_token * e.size * (1 + bool(e.limit))
 
 
 def _in_backward(work: Work, layers: Iterable[int], reduced: float, fused_norm: bool) -> float:
@@ -219,14 +244,19 @@ class _Sizes:
         self.vocabulary = config.padded_vocab_size * config.hidden_size
         self.blocks, self.held = sum(work.block_parameters), 0.0
         numbers = dict.fromkeys((-1, *self.layers), 0.0)
+        vocabulary = fsdp.tp if work.trainer.tp_shards else 1
+        self.vocabulary /= vocabulary
         # Shards and gathers come padded to a multiple of the ranks.
         for part in rank_matrices(config, fsdp, pp_rank):
             self.held += part.padded / part.mesh
-            numbers[part.layer] += part.padded
+            numbers[part.layer] += part.padded / (vocabulary if part.layer < 0 else 1)
+        self.whole = sum(numbers.values())
         self.root = numbers.pop(-1)
         self.block, self.blocks_here = max(numbers.values()), sum(numbers.values())
         self.copies = self.block_copies = self.root_gathered = self.gathered_blocks = 0.0
-        if fsdp.shards > 1 or fsdp.divided:
+        if fsdp and work.trainer.zero < 3:
+            pass  # weights are kept as they are computed with
+        elif fsdp.shards > 1 or fsdp.divided:
             self.root_gathered = self.width * self.root
             ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
             width = fp8_gather_bytes(work) if fp8 and fp8.gathered else self.width
@@ -236,7 +266,7 @@ class _Sizes:
             self.copies = self.block_copies + 2.0 * self.vocabulary
         width = config.hidden_size if work.trains and not work.lora else 0
         rows = chunk_rows(work.own_tokens, config.padded_vocab_size, width, work.chunk_elements)
-        self.rows = work.own_tokens if work.theirs.whole_logits else rows
+        self.rows = work.own_tokens if work.trainer.loss != "chunks" else rows
 
 
 def _low_precision_copies(work: Work) -> float:
@@ -260,10 +290,12 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     chunk = sizes.rows * V
     # Compiled: logits and their gradient. Eager: fp32 logits; their gradient takes the same memory.
     logits = chunk * (2 * w if work.compiled else 4 if w == 4 else 4 + w)
-    if work.theirs.whole_logits and not work.compiled:
+    if work.trainer.loss == "fused":  # the gradient in place
+        logits = chunk * w
+    elif work.trainer.loss == "whole" and not work.compiled:
         logits = chunk * (w + 8)  # an fp32 copy, and its log-softmax
     # A GPU gets a copy of the weight with rows to a multiple of 16 bytes, unless autocast has made one.
-    padded = gpu and V % (16 // w) and not (sizes.copies or work.theirs.whole_logits)
+    padded = gpu and V % (16 // w) and not (sizes.copies or work.trainer.loss != "chunks")
     copy = w * sizes.vocabulary if padded else 0
     if not work.trains:
         return logits + copy, 0.0
@@ -309,6 +341,11 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     return w * numbers + extra
 
 
+def _input_shards(work: Work) -> int:
+    """How many ranks share the kept input of a layer that tp divides."""
+    return work.fsdp.tp if work.trainer.tp_shards else 1
+
+
 def _keeps_inputs(work: Work) -> bool:
     """Whether matmuls keep what kernels before them made: a compiler recomputes it for FP8."""
     return not work.compiled or not work.fp8 or work.fp8.recipe == "rowwise_with_gw_hp"
@@ -350,8 +387,9 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     tp, cp, d = fsdp.tp, fsdp.cp, config.hidden_size
     heads, a, kv = config.num_attention_heads / tp, config.query_size / tp, config.kv_size / tp
     values = heads * config.value_dim
-    other = 4 * heads + (d if te else 0)  # log-sum-exp; inputs of one byte each in FP8
-    numbers = d if _keeps_inputs(work) and not te else 0
+    other = 4 * heads + (d / _input_shards(work) if te else 0)  # log-sum-exp; inputs of one byte each in FP8
+    numbers = d / _input_shards(work) if _keeps_inputs(work) and not te else 0
+    other += _pairs_kept(work) / work.gathered_tokens
     in_blocks = _blocks_kept(work)  # in the place of q, k and v
     if in_blocks:
         other -= 4 * heads
@@ -396,6 +434,13 @@ def _blocks_kept(work: Work) -> float:
     return (config.num_attention_heads * T * (n + 1) / (2 * n) + sizes) / work.fsdp.tp
 
 
+def _pairs_kept(work: Work) -> float:
+    """Bytes of probabilities in fp32 that PyTorch's attention without a fused kernel keeps."""
+    if work.attention != "math":
+        return 0.0
+    return 4 * work.config.num_attention_heads / work.fsdp.tp * work.batch.seq_len * work.gathered_tokens
+
+
 def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
     """The same of a block's MLP, or of its experts: their rows come from any rank."""
     config, fp8, tp = work.config, work.fp8, work.fsdp.tp
@@ -406,9 +451,10 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
         f = config.intermediate_size / tp
         numbers, other = (2 * f if config.gated_mlp else f), 0.0
         if fp8.backend == "te":
-            other += d + d + f * (2 if fp8.recipe in ("blockwise", "mxfp8") else 1)
+            inputs = d / _input_shards(work)
+            other += inputs + inputs + f * (2 if fp8.recipe in ("blockwise", "mxfp8") else 1)
         elif _keeps_inputs(work):
-            numbers += d + f
+            numbers += d / _input_shards(work) + f
             if config.gated_mlp and not work.compiled and work.linear != "te":
                 numbers += f  # the activation's output before the product
         elif fp8.all_gather:
@@ -419,6 +465,8 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
     seen = e.latent or d
     numbers = rows * (2 * seen + 2 * e.wide * f + (3 * f if e.limit else 0))
     numbers += 2 * work.own_tokens * seen if e.latent else 0
+    if work.fp8 and work.trainer.modules:  # inputs of matmuls, a byte each
+        numbers -= rows * (seen + f) / 2
     other = rows * 8 * 3  # which row is whose
     numbers += d * work.own_tokens  # what the router sees
     other += work.own_tokens * e.number * 4 * 2
@@ -426,7 +474,8 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
         other += 4 * d * work.own_tokens
     if e.shared_size:
         s = e.shared_size / tp
-        numbers += (d * (tp > 1) + 2 * e.wide * s) * work.gathered_tokens
+        gathered = d * (tp > 1) * (not work.trainer.tp_shards)
+        numbers += (gathered + 2 * e.wide * s) * work.gathered_tokens
         numbers += (d + 2) * work.own_tokens * e.shared_gate
     return numbers, other
 
@@ -460,6 +509,9 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
         times = 1 + len(others)
         if layer not in work.recompute.blocks:
             total += times * block_activations(work, fused_norm, layer)
+        elif work.recompute.policy == "cheap":
+            again = work.matmul_bytes * _cheap(work, layer)
+            total += times * (block_activations(work, fused_norm, layer) - again)
         elif work.recompute.policy == "block":
             total += times * w * work.own_tokens * d * (1 + config.is_mtp(layer))
         else:
@@ -472,7 +524,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             other = 4 * config.num_attention_heads / tp
             total += times * work.gathered_tokens * (w * elements + other)
             total += times * w * work.own_tokens * (d + outputs)
-            if tp > 1:  # what collectives gathered, and sums of which each rank has a part
+            if tp > 1 and not work.trainer.tp_shards:  # what collectives gathered, and sums of which each rank has a part
                 total += times * w * work.gathered_tokens * 4 * d
     return total
 
@@ -501,7 +553,9 @@ def _backward_buffers(work: Work, layer: int) -> float:
         passing = (2 + (work.fsdp.ep > 1)) * (config.experts.latent or config.hidden_size)
         return work.matmul_bytes * rows * (wide * config.experts.size + passing)
     tp = work.fsdp.tp
-    return work.matmul_bytes * work.gathered_tokens * wide * config.intermediate_size / tp
+    again = config.hidden_size * (_input_shards(work) > 1)  # inputs, gathered again
+    mlp = work.gathered_tokens * (wide * config.intermediate_size / tp + again)
+    return max(work.matmul_bytes * mlp, _pairs_kept(work))
 
 
 def largest_batch(memory_of: Callable[[int], float], limit: float) -> int:

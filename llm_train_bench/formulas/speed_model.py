@@ -12,6 +12,7 @@ code are here. benchmarks/estimate_vs_published.py compares the outcome with pub
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
@@ -122,11 +123,7 @@ def group_pieces(
     sent = offloaded_bytes(work, layers) / (gpu.host_gb_per_s * c.network * 1e9)
     part = forward / (forward + backward)
     waits = max(0.0, sent - part * compute) + max(0.0, sent - (1 - part) * compute)
-    kernels = c.kernels_compiled if work.compiled else c.kernels_eager
-    kernels = 3 if work.cuda_graphs else kernels * (1 if work.trains else 1 / 3)
-    routed = sum(map(work.config.has_experts, layers)) * (not work.cuda_graphs)
-    host = (layers and len(layers) + 2) * (kernels + (20 if work.fsdp else 0))
-    host = c.launch_s * (host + routed * c.kernels_routing * (1 if work.trains else 1 / 3))
+    host = _launching(work, layers, gpu)
     computed = compute + beside + moves + waits + host * c.serial_host
     micro = max(computed, host)
     stretch = max(1.0, (micro - moves) / (forward + backward + sum(head)))
@@ -156,6 +153,24 @@ def group_pieces(
         "beside communication": beside,
         "waiting for the host": idle if idle > 1e-12 else 0.0,
     }
+
+
+def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
+    """Seconds in which the host launches a micro batch's kernels."""
+    c, modules, config = gpu.constants, work.trainer.modules, work.config
+    kernels = c.kernels_compiled if work.compiled else c.kernels_eager
+    routing: float = c.kernels_routing
+    if modules and config.experts:
+        routing = c.kernels_modules * ("graphs" not in work.trainer.layers)
+        routing += c.kernels_expert * config.experts.number / work.fsdp.ep
+    each = c.launch_s
+    if not c.serial_host and (modules or not work.compiled):
+        each = c.launch_eager_s
+    if work.cuda_graphs:
+        kernels, routing = 3, 0
+    passes = 1 if work.trains else 1 / 3
+    blocks = (len(layers) + 2) * (kernels * passes + (20 if work.fsdp else 0))
+    return each * (blocks + sum(map(config.has_experts, layers)) * routing * passes)
 
 
 def _learnt(work: Work) -> Shapes:
@@ -233,7 +248,7 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
     if not work.trains:
         return PartTime(block, forward, moved), PartTime(0.0, 0.0, 0.0)
     # Recomputing stops before the last matmul, whose output no gradient needs.
-    part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0}[policy]
+    part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0, "cheap": 0.0}[policy]
     adapters = sum(
         matmul_time(work, work.gathered_tokens, n * work.lora.rank, width, False, gpu)
         + matmul_time(work, work.gathered_tokens, rows, work.lora.rank, False, gpu)
@@ -296,8 +311,8 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
         rate /= 2 if work.amp == "off" else 1  # TF32 has half the rate
     efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
-    seconds = max(2 * m * n * k / (rate * 1e12 * c.sustained * efficiency), moved / gpu.memory_rate)
-    if fp8 and work.trainer.fp8 == "all":
+    seconds = max(2 * m * n * k / (rate * 1e12 * c.level * c.sustained * efficiency), moved / gpu.memory_rate)
+    if fp8 and work.trainer.modules:
         # Other kernels write inputs in 8 bits. Of the three matmuls, gradients are read once and written
         # in both orientations; weights are read for their scale, read and written, once a step.
         cast = (m * n * (2 + 2) + k * n * (2 + 2 + 1) / work.batch.grad_acc_steps) / 3
@@ -318,7 +333,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
     """Forward seconds of a block's matmuls, and of its MLP's last; a backward one takes as long again."""
     config, tp, ep = work.config, work.fsdp.tp, work.fsdp.ep
     low = work.fp8.layers if work.fp8 else ()
-    every = bool(work.fp8) and work.trainer.fp8 == "all"
+    every = bool(work.fp8) and work.trainer.modules
     names, seconds, last = layer_names(config), 0.0, 0.0
     for kind, shape in config.block_shapes(layer).items():
         name = f"blocks.{layer}.{names[kind]}.weight"
@@ -358,7 +373,7 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         parts = c.cudnn_forward, c.cudnn_backward
     else:
         parts = c.attention_forward, c.attention_backward
-    rate = gpu.bf16_tflops * 1e12 * head * keys / (keys + c.half_keys)
+    rate = gpu.bf16_tflops * 1e12 * c.level * head * keys / (keys + c.half_keys)
     if amp == "off":  # kernels without tensor cores, unless TF32 is allowed
         rate /= gpu.bf16_tflops / (gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops)
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
@@ -383,6 +398,8 @@ def block_bytes(work: Work, layer: int) -> float:
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
     if layer in config.mlp_alone:
         heads = 0
+    if work.attention == "math":  # pairs of tokens: scores, softmax, and their sums, read and written
+        heads += 6 * config.num_attention_heads / tp * work.batch.seq_len
     elements = norms * work.own_tokens + heads * work.gathered_tokens
     if (
         layer in config.recurrent.layers

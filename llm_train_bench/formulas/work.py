@@ -198,17 +198,25 @@ class Trainer:
     node want is sent there once."""
     tp_shards: bool = False
     """Whether tp ranks keep shards of what they gather, and shards of embedding and head."""
-    fp8: str = "linear"
-    """`linear`: FP8 where ours has it. `all`: experts too, casts fused into other kernels, weights once."""
+    layers: str = "ours"
+    """`te`: modules that write what the next one reads in FP8, have experts and all linear layers in FP8,
+    cast weights once a step, and launch each kernel from Python; `te, graphs`: those of experts alone."""
     recompute: str = "op"
-    """What `--sac-policy op` keeps: results of all matmuls (`op`), or `every-other-matmul`."""
+    """What `--sac-policy op` keeps: results of all matmuls (`op`), or `every-other-matmul`. With layers of
+    `te` all but results of norms, activations and latent attention's last layers before attention (`cheap`).
+    """
     loss: str = "chunks"
-    """Whether the loss sees logits in `chunks`, or a micro batch's `whole`."""
+    """Whether the loss sees logits in `chunks`, a micro batch's `whole`, or these `fused`: in place."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of a weight as it is trained."""
         return 4 if self.weights == "fp32" else 2
+
+    @property
+    def modules(self) -> bool:
+        """Whether layers are Transformer Engine's modules."""
+        return self.layers.startswith("te")
 
     @property
     def gradient_bytes(self) -> int:
