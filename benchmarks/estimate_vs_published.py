@@ -17,7 +17,9 @@ import math
 import shlex
 import statistics
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -25,7 +27,7 @@ from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
 from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.estimate.trainers import plan_by
-from llm_train_bench.formulas.memory_model import estimate_memory
+from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import parse_config
@@ -33,7 +35,9 @@ from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import Args, Script
 
 PUBLISHED = Path(__file__).parent / "published"
-OUTLIER = 0.15
+OUTLIER = 0.2
+# Rows that a range needs.
+VALIDATED = 8
 GIB = 2**30
 
 
@@ -86,12 +90,6 @@ def errors(rows) -> list[float]:
     return [predicted(row, *step_of(row)) / row["tokens_per_sec_per_gpu"] - 1 for row in rows]
 
 
-def memory_need(row: dict) -> float:
-    """What a row's step needs of a GPU's memory, as a part of it, as the verdict sees it."""
-    work, gpu = step_of(row)
-    return estimate_memory(work).on_device(work.world) / GIB / gpu.memory_gib
-
-
 # How the formats of a report's weights are called by trainers.json.
 WEIGHTS = {
     "bf16 with fp32 master copy": "master, bf16 gradients",
@@ -118,44 +116,69 @@ def reported_step(report: dict) -> tuple[Work, Hardware]:
     return work, gpu
 
 
+def verdicts(steps: Iterable[tuple[Work, Hardware]]) -> collections.Counter[str]:
+    """How often the estimate of memory says which of its verdicts."""
+    return collections.Counter(
+        verdict_of(estimate_memory(work).on_device(work.world), gpu.memory_gib * GIB, work)
+        for work, gpu in steps
+    )
+
+
 def memory_errors(rows) -> dict[str, list[float]]:
     """Relative errors of the estimated memory, against figures of tensors and of what is reserved."""
     errors = {"allocated": [], "reserved": []}
     for row in rows:
         published = {kind: row.get(f"memory_{kind}_gib") for kind in errors}
-        if any(published.values()):
-            work, _ = step_of(row)
-            estimate = estimate_memory(work)
-            reserved = estimate.on_device(work.world) - 1.8 * GIB
-            ours = {"allocated": estimate.peak, "reserved": reserved}
+        if any(published.values()) and not row.get("offloads"):
+            peak = estimate_memory(step_of(row)[0]).peak
             for kind, gib in published.items():
-                errors[kind] += [ours[kind] / GIB / gib - 1] if gib else []
+                errors[kind] += [peak / GIB / gib - 1] if gib else []
     return errors
 
 
-# Kinds of a row: what estimate.py can be asked for, and what our own scripts refuse.
-PLAIN, DIVIDED, REFUSED = "data parallel", "tp, cp, ep, pp", "FP8 with tp, cp, ep, pp"
-
-
 def kind_of(row: dict) -> str:
-    """Which of these a row is."""
-    if "fp8" in row:
-        return REFUSED
-    return DIVIDED if {"--tp", "--cp", "--ep", "--pp"} & set(row["flags"].split()) else PLAIN
+    """Which layout a row has, and whether in FP8."""
+    flags = row["flags"].split()
+    divided = {"--tp", "--cp", "--ep", "--pp"} & set(flags)
+    fp8 = "fp8" in row or "--use-fp8" in flags
+    return ("tp, cp, ep, pp" if divided else "data parallel") + ", FP8" * fp8
 
 
-def by_family(rows) -> dict[tuple[str, str], list[float]]:
-    """Errors of the rows of each kind and family of devices."""
-    families = collections.defaultdict(list)
+def range_group(row: dict) -> tuple[str, str]:
+    """Rows by which the range of an estimate is told: the family of devices, dense or with experts."""
+    work, _ = step_of(row)
+    return family_of(row["gpu"]), "experts" if work.config.experts else "dense"
+
+
+def grouped(rows, key: Callable[[dict], Any]) -> dict[Any, list[float]]:
+    """Errors of the rows of each group."""
+    groups = collections.defaultdict(list)
     for row, error in zip(rows, errors(rows), strict=True):
-        families[kind_of(row), family_of(row["gpu"])].append(error)
-    return dict(sorted(families.items()))
+        groups[key(row)].append(error)
+    return dict(sorted(groups.items()))
 
 
 def covering(values: list[float], share: float = 0.8) -> float:
-    """The smallest range, up and down, that `share` of the errors lie in."""
+    """The range, up and down, that so much of the next error's probability lies in (split conformal)."""
     ordered = sorted(map(abs, values))
-    return ordered[math.ceil(share * len(ordered)) - 1]
+    return ordered[min(len(ordered), math.ceil(share * (len(ordered) + 1))) - 1]
+
+
+def coverage(rows) -> tuple[int, int]:
+    """Rows within the range that the other sources' rows of their group give; and how many have one."""
+    every = list(zip(rows, errors(rows), map(range_group, rows), strict=True))
+    inside = number = 0
+    for row, error, group in every:
+        others = [e for r, e, g in every if g == group and r["file"] != row["file"]]
+        if len(others) >= VALIDATED:
+            number += 1
+            inside += abs(error) <= covering(others)
+    return inside, number
+
+
+def held_rows() -> list[dict]:
+    """Rows that had no part in any choice: held, and not seen before the split."""
+    return [row for row in published_rows("hold") if not row.get("seen")]
 
 
 def main() -> None:
@@ -163,41 +186,64 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="Print each row too.")
     parser.add_argument("--write", action="store_true", help="Write accuracy.json and the plot.")
     args = parser.parse_args()
-    figures = ("n", "median error", "80 % within", "lowest", "highest", "beyond 15 %")
-    table = markdown_table("rows", "kind", "family", *figures, left=("kind", "family"))
-    accuracy: dict[str, dict] = {}
-    for split, name in (("fit", "fitted"), ("hold", "held")):
-        rows = published_rows(split)
-        for (kind, family), sample in by_family(rows).items():
-            n, median, covers = len(sample), statistics.median(map(abs, sample)), covering(sample)
-            beyond = sum(abs(error) > OUTLIER for error in sample)
-            ends = f"{min(sample):+.0%}", f"{max(sample):+.0%}"
-            shown = f"{median:.1%}", f"{covers:.0%}", *ends, str(beyond)
-            table.add_row(name, kind, family, str(n), *shown)
-            if split == "hold" and kind != REFUSED:
-                figures = {"median": round(median, 3), "covers_80": round(covers, 3)}
-                accuracy.setdefault(family, {})[kind] = {"rows": n} | figures
-        if args.rows:
-            show(rows)
-    show_whole(table)
-    sample = errors(published_rows("lora"))
-    median = statistics.median(map(abs, sample))
-    between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
-    print(f"LoRA: {len(sample)} rows, median error {median:.1%}, {between}")
-    if args.rows:
-        show(published_rows("lora"))
-    for kind, sample in memory_errors(published_rows()).items():
+    for by, key in (
+        ("layout and family", lambda row: f"{kind_of(row)}: {family_of(row['gpu'])}"),
+        ("trainer", lambda row: row["trainer"]),
+    ):
+        figures = ("n", "median error", "80 % within", "lowest", "highest", "beyond 20 %")
+        table = markdown_table("rows", by, *figures, left=(by,))
+        for name, rows in (("fitted", published_rows("fit")), ("held", held_rows())):
+            groups = grouped(rows, key)
+            for group, sample in (groups | {"all": sum(groups.values(), [])}).items():
+                beyond = sum(abs(error) > OUTLIER for error in sample)
+                median, ends = statistics.median(map(abs, sample)), (min(sample), max(sample))
+                shown = f"{median:.1%}", f"{covering(sample):.0%}", *(f"{end:+.0%}" for end in ends)
+                table.add_row(name, group, str(len(sample)), *shown, str(beyond))
+        show_whole(table)
+    inside, number = coverage(held_rows())
+    print(f"ranges of 80 %: {inside} of {number} held rows within ({inside / number:.0%})")
+    show_memory()
+    for split in ("lora", "bug reports"):
+        sample = errors(published_rows(split))
+        median = statistics.median(map(abs, sample))
         between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
-        median = f"median error {statistics.median(map(abs, sample)):.0%}"
-        print(f"memory, {kind}: {len(sample)} figures, {median}, {between}")
+        print(f"{split}: {len(sample)} rows, median error {median:.1%}, {between}")
+    if args.rows:
+        for split in ("fit", "hold", "lora"):
+            show(published_rows(split))
     if args.write:
+        families = collections.defaultdict(dict)
+        for (family, experts), sample in grouped(held_rows(), range_group).items():
+            median, covers = statistics.median(map(abs, sample)), covering(sample)
+            figures = {"rows": len(sample), "median": round(median, 3), "covers_80": round(covers, 3)}
+            families[family][experts] = figures
         about = (
             "Errors of estimated tokens/s against held-out published rows; written by "
             "benchmarks/estimate_vs_published.py --write. covers_80: the range of 80 % of the errors."
         )
-        content = {"about": about, "families": accuracy}
+        content = {"about": about, "families": families}
         write_whole(ACCURACY_FILE, json.dumps(content, indent=1) + "\n")
         draw(Path(__file__).parent / "results/estimate-vs-published.png")
+
+
+def show_memory() -> None:
+    """Verdicts on rows that ran and on reports; the first half of reports chose the margins."""
+    table = markdown_table("memory", "n", *VERDICTS, left=("memory",))
+    reports = json.loads((Path(__file__).parent / "memory-reports.json").read_text(encoding="utf-8"))
+    for split, name in (("fit", "fitted"), ("hold", "held")):
+        ran = [row for row in published_rows(split) if not row.get("offloads")]
+        kinds = {f"{name}: published rows, which ran": map(step_of, ran)}
+        for oom, what in ((False, "reports of runs that ran"), (True, "reports of OOM")):
+            found = [r for r in reports["reports"] if r["split"] == split and r["oom"] == oom]
+            kinds[f"{name}: {what}"] = map(reported_step, found)
+        for kind, steps in kinds.items():
+            says = verdicts(steps)
+            table.add_row(kind, str(says.total()), *(str(says[v]) for v in VERDICTS))
+    show_whole(table)
+    for kind, sample in memory_errors(published_rows()).items():
+        between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
+        median = f"median error {statistics.median(sample):+.0%}"
+        print(f"peak of tensors, estimated, against {kind}: {len(sample)} figures, {median}, {between}")
 
 
 def show(rows) -> None:

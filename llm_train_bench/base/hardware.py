@@ -275,14 +275,15 @@ FAMILIES_OF_DEVICES = {
     "RTX Blackwell": ("RTX 5090", "RTX PRO", "GB10")}  # fmt: skip
 
 
-def accuracy_of(name: str, divided: bool) -> dict[str, Any] | None:
+def accuracy_of(name: str, experts: bool) -> dict[str, Any] | None:
     """How far estimates of such a device were from published rows that chose no constant.
 
-    `rows`, `median` and `covers_80` of relative errors of tokens/s; of layouts with tp, cp, ep or pp
-    where `divided`. None where nobody has published one that we know.
+    `rows`, `median` and `covers_80` of relative errors of tokens/s, of dense models or of those with experts.
+    None where fewer than eight rows are known.
     """
     kinds = _read_json(ACCURACY_FILE)["families"].get(family_of(name), {})
-    return kinds.get("tp, cp, ep, pp" if divided else "data parallel")
+    found = kinds.get("experts" if experts else "dense")
+    return found if found and found["rows"] >= 8 else None
 
 
 def family_of(name: str) -> str:

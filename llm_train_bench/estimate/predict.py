@@ -15,10 +15,12 @@ from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags,
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import (
+    VERDICTS,
     MemoryEstimate,
     estimate_memory,
     largest_batch,
     offloaded_bytes,
+    verdict_of,
 )
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed, timeline
@@ -48,6 +50,9 @@ class Estimate:
     """Context, buffers and gaps; negative only if a calibration says so."""
     memory_limit: float
     fits: bool
+    """Whether the verdict is other than `does not fit`."""
+    verdict: str
+    """`fits`, `may not fit` or `does not fit`."""
     largest_bsz: int
     step_s: float
     parts_s: dict[str, float]
@@ -103,7 +108,8 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         memory=memory,
         memory_outside=needed - memory.peak,
         memory_limit=limit,
-        fits=needed <= limit,
+        fits=verdict_of(needed, limit, work) != VERDICTS[2],
+        verdict=verdict_of(needed, limit, work),
         largest_bsz=largest_batch(whole, limit),
         step_s=speed.step_s,
         parts_s=speed.parts,
@@ -116,7 +122,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         usd=seconds and price and price * world * seconds / 3600,
         kwh=seconds and watts and watts * seconds / 3.6e6,
         traced_peak=traced,
-        accuracy=accuracy_of(gpu.name, work.fsdp.divided),
+        accuracy=accuracy_of(gpu.name, bool(work.config.experts)),
     )
 
 
@@ -268,8 +274,8 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     if traced := e.traced_peak:
         row("memory: the same by tracing", f"{_gib(traced)} ({m.peak / traced - 1:+.1%})")
     row("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside))
-    verdict = "fits" if e.fits else "DOES NOT FIT"
-    row(f"memory: all, of {_gib(e.memory_limit)}", f"{_gib(m.peak + e.memory_outside)}: {verdict}")
+    whole = _gib(m.peak + e.memory_outside)
+    row(f"memory: all, of {_gib(e.memory_limit)}", f"{whole}: {e.verdict.replace('does not fit', 'DOES NOT FIT')}")
     row("largest --bsz that fits", f"{e.largest_bsz:,}")
     row("step", f"{e.step_s:.4g} s")
     if simulated := e.simulated_s:
@@ -284,13 +290,12 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     if e.memory.host:
         row("memory of the host, for each", _gib(e.memory.host))
     row("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}")
-    accuracy = "unvalidated: no published row of such a device and layout"
+    accuracy = "unvalidated: fewer than 8 published rows of such a device and model"
     if wanted.calibrate:
         accuracy = "calibrated by one run; not validated"
     elif e.accuracy:
         n, part = e.accuracy["rows"], e.accuracy["covers_80"]
-        few = ", too few to say much" if n < 5 else ""
-        accuracy = f"± {part:.0%}: 80 % of {n} published rows not used in fitting{few}"
+        accuracy = f"± {part:.0%}: 80 % of {n} published rows not used in fitting"
     row("how far that may be off", accuracy)
     row("MFU (palm)", f"{e.mfu:.1%}")
     row(f"tokens/J (at {BUSY:.0%} of the power limit)", number(e.tokens_per_joule, ".2f"))
