@@ -129,7 +129,7 @@ def memory_errors(rows) -> dict[str, list[float]]:
     errors = {"allocated": [], "reserved": []}
     for row in rows:
         published = {kind: row.get(f"memory_{kind}_gib") for kind in errors}
-        if any(published.values()) and not row.get("offloads"):
+        if any(published.values()) and not row.get("no_memory"):
             peak = estimate_memory(step_of(row)[0]).peak
             for kind, gib in published.items():
                 errors[kind] += [peak / GIB / gib - 1] if gib else []
@@ -231,7 +231,7 @@ def show_memory() -> None:
     table = markdown_table("memory", "n", *VERDICTS, left=("memory",))
     reports = json.loads((Path(__file__).parent / "memory-reports.json").read_text(encoding="utf-8"))
     for split, name in (("fit", "fitted"), ("hold", "held")):
-        ran = [row for row in published_rows(split) if not row.get("offloads")]
+        ran = [row for row in published_rows(split) if not row.get("no_memory")]
         kinds = {f"{name}: published rows, which ran": map(step_of, ran)}
         for oom, what in ((False, "reports of runs that ran"), (True, "reports of OOM")):
             found = [r for r in reports["reports"] if r["split"] == split and r["oom"] == oom]

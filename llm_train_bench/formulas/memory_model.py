@@ -213,9 +213,10 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     if work.fsdp and trainer.zero < 3:
         if trainer.zero < 2:
             gradients = work.gradient_bytes * sizes.whole * work.trains
-        return each * sizes.whole, gradients, state * (sizes.held if trainer.zero else sizes.whole)
+        own = sizes.held / work.fsdp.replicas if trainer.zero else sizes.whole
+        return each * sizes.whole, gradients, state * own
     # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
-    share = 1 / work.world if ddp.zero1 else 1
+    share = 1 / work.world if ddp.zero1 or (work.ddp and trainer.zero in (1, 2)) else 1
     copies = 4 * sizes.held * share if ddp.zero1 and state else 0.0
     return each * sizes.held + copies, gradients, state * sizes.held * share
 
@@ -377,6 +378,8 @@ def states_kept(work: Work) -> tuple[float, float]:
     numbers = (
         config.hidden_size + sum(r.segments) / tp + value + gates + r.kernel * channels + 2 * value
     )
+    if work.trainer.modules:  # one kernel, which recomputes what passes within it
+        return (config.hidden_size + sum(r.segments) / tp + channels + 2 * value) * tokens, 0.0
     every, state = heads * r.state, r.state * value / chunk
     if r.delta:
         wide = 4 * key + 5 * every + value + (every + value) + value + state
@@ -423,7 +426,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     if in_blocks:
         numbers += (fused if config.qk_norm else 0) + in_blocks + a
     elif cp == 1:
-        numbers += fused + (a + kv if rotated else 0) + a
+        numbers += fused + (a + kv if rotated and not work.trainer.modules else 0) + a
     else:
         numbers += (fused if config.qk_norm else 0) + a + a
         numbers += fused if fsdp.ulysses else 2 * kv * cp
@@ -465,7 +468,8 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
         numbers, other = (2 * f if config.gated_mlp else f), 0.0
         if fp8.backend == "te":
             inputs = d / _input_shards(work)
-            other += inputs + inputs + f * (2 if fp8.recipe in ("blockwise", "mxfp8") else 1)
+            twice = fp8.recipe in ("blockwise", "mxfp8") and not work.trainer.modules
+            other += inputs + inputs + f * (1 + twice)
         elif _keeps_inputs(work):
             numbers += d / _input_shards(work) + f
             if config.gated_mlp and not work.compiled and work.linear != "te":
