@@ -17,6 +17,7 @@ import math
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
 from llm_train_bench.base.tables import markdown_table, show_whole
+from llm_train_bench.estimate.layout_search import search
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
 from llm_train_bench.formulas.speed_model import estimate_speed
@@ -184,6 +186,7 @@ def held_rows() -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", action="store_true", help="Print each row too.")
+    parser.add_argument("--plans", action="store_true", help="Hold --plan against published layouts.")
     parser.add_argument("--write", action="store_true", help="Write accuracy.json and the plot.")
     args = parser.parse_args()
     for by, key in (
@@ -208,6 +211,8 @@ def main() -> None:
         median = statistics.median(map(abs, sample))
         between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
         print(f"{split}: {len(sample)} rows, median error {median:.1%}, {between}")
+    if args.plans:
+        show_plans()
     if args.rows:
         for split in ("fit", "hold", "lora"):
             show(published_rows(split))
@@ -224,6 +229,59 @@ def main() -> None:
         content = {"about": about, "families": families}
         write_whole(ACCURACY_FILE, json.dumps(content, indent=1) + "\n")
         draw(Path(__file__).parent / "results/estimate-vs-published.png")
+
+
+# Published layouts that --plan is held against: file, GPUs, sequence length, whether in FP8.
+PLANS = (
+    ("dgxc-v25.02-llama3.1", 576, 8192, True),
+    ("llama-3-paper", 16384, 8192, False),
+    ("llama-3-paper", 16384, 131072, False),
+    ("dgxc-v25.02-llama3.1", 64, 8192, True),
+    ("llm-foundry-70b", 512, 2048, False),
+    ("megatron-bridge-25.09-25.11", 1024, 4096, True),
+    ("dgxc-v25.05", 512, 4096, False),
+    ("megatron-bridge-25.09-25.11", 256, 4096, True),
+    ("nemo-automodel-summary", 64, 4096, False),
+    ("megatron-bridge-archive-25.09", 8, 8192, True),
+)
+
+
+def show_plans() -> None:
+    """What --plan finds in the trainer's preset, for the GPUs, length and batch of published layouts."""
+    columns = ("published", "tokens/s/GPU", "estimated", "best plan", "estimated", "theirs is", "seconds")
+    table = markdown_table(*columns, left=("published", "best plan"))
+    for file, gpus, seq_len, fp8 in PLANS:
+        low = lambda r: "fp8" in r or "--use-fp8" in r["flags"]  # noqa: E731
+        about = (file, gpus, seq_len, fp8)
+        row = next(
+            r for r in published_rows()
+            if (r["file"], r["gpus"], r["seq_len"], low(r)) == about and "GB300" not in r["gpu"]
+        )  # fmt: skip
+        work, gpu = step_of(row)
+        gpu = gpu if fp8 else dataclasses.replace(gpu, fp8_tflops=None)
+        compiled = "--pt-compile" in row["flags"]
+        routed = ["--route", "balanced"] if work.config.experts else []
+        argv = ["configs/gpt2-tiny.json", "--seq-len", str(seq_len), *routed]
+        args = parse_dataclass(Args, argv, "")
+
+        def make(flags: dict[str, Any], script: Script, n: int, row=row, args=args, work=work,
+                 gpu=gpu, compiled=compiled) -> Work:  # fmt: skip
+            wanted = dataclasses.replace(args, pt_compile=compiled, **flags)
+            model, memory = work.config, gpu.memory_gib
+            return plan_by(row["trainer"], wanted, script, n, gpu.platform, model, memory).work
+
+        batch, began = {"global_bsz": work.batch.global_batch, "seq_len": seq_len}, time.perf_counter()
+        best, _, _ = search(work.config, gpu, gpus, batch, make)
+        seconds = time.perf_counter() - began
+        theirs = (work.fsdp.tp, work.fsdp.cp, work.fsdp.ep, work.fsdp.pp)
+        found = [tuple(x.flags.get(k, 1) for k in ("tp", "cp", "ep", "pp")) for x in best]
+        place = f"number {found.index(theirs) + 1}" if theirs in found else "not among ten"
+        words = best[0].words().replace(f" --global-bsz {work.batch.global_batch}", "") if best else "none"
+        rates = predicted(row, work, gpu), best[0].tokens_per_sec / gpus if best else 0.0
+        name = f"{row['trainer']}: {gpus} x {row['gpu']}, {row.get('model', '')} T{seq_len} {row['flags']}"
+        shown = f"{row['tokens_per_sec_per_gpu']:,.0f}", f"{rates[0]:,.0f}"
+        table.add_row(name, *shown, words, f"{rates[1]:,.0f}", place, f"{seconds:.0f}")
+    show_whole(table)
 
 
 def show_memory() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.memory_model import estimate_memory
-from llm_train_bench.formulas.speed_model import SpeedEstimate, estimate_speed
+from llm_train_bench.formulas.speed_model import SpeedEstimate, estimate_speed, least_time
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.settings.flags import Script, to_argv
@@ -21,7 +21,15 @@ FREE = 0.1
 TOKENS_PER_STEP = 4 * 2**20
 # Tokens of a sample from which on ranks share them.
 LONG = 4096
-RECOMPUTED = (None, "1/4", "1/2", "1/1")
+RECOMPUTED: tuple[dict[str, str], ...] = (
+    {},
+    {"sac_freq": "1/1", "sac_policy": "op"},
+    {"sac_freq": "1/4"},
+    {"sac_freq": "1/2"},
+    {"sac_freq": "1/1"},
+)
+# Groups of ranks between which a pipeline may cut the layers.
+MOST_STAGES = 64
 LOSSES = ("pipeline bubble", "tokens between ranks", "exposed communication", "optimizer")
 LOSSES += ("beside communication", "slowest node")
 Make = Callable[[dict[str, Any], Script, int], Work]
@@ -56,38 +64,44 @@ def powers(limit: int) -> list[int]:
 def layouts(
     config: ModelConfig, gpus: int, per_node: int, seq_len: int
 ) -> Iterator[tuple[Script, dict[str, Any]]]:
-    """Ways to share a model out among GPUs, by powers of two; experts from eight ranks on."""
+    """Ways to share a model out among GPUs; experts from eight ranks on, stages by any number that divides."""
     if gpus == 1:
         yield Script.ONE, {}
         return
     yield Script.DDP, {}
     experts = [n for n in powers(config.experts.number) if n >= 8] if config.experts else []
+    n_layers = config.num_hidden_layers
     for tp in powers(min(per_node, 8)):
         for cp in powers(max(1, seq_len // LONG)):
             for ep in (1, *experts):
-                if tp * cp > gpus or ep > gpus:
+                if gpus % (tp * cp) or gpus % ep:
                     continue
                 shared = {k: v for k, v in (("tp", tp), ("cp", cp), ("ep", ep)) if v > 1}
                 for replicas in {1, max(1, gpus // max(per_node, tp * cp, ep))}:
                     more = {"dp_replicate": replicas} if replicas > 1 else {}
                     yield Script.FSDP, {**shared, **more}
-                for pp in powers(min(32, config.num_hidden_layers // 2, gpus // (tp * cp)))[1:]:
-                    for virtual in (1, 2, 4):
+                each = gpus // (tp * cp)
+                for pp in range(2, min(MOST_STAGES, n_layers, each) + 1):
+                    chunks = {1, 2, *(v for v in range(3, 17) if n_layers % (pp * v) == 0), 4}
+                    for virtual in sorted(chunks) if each % pp == 0 else ():
                         more = {"pp_virtual": virtual} if virtual > 1 else {}
-                        yield Script.PP, {"pp": pp, **more, **shared}
+                        if pp * virtual <= n_layers:
+                            yield Script.PP, {"pp": pp, **more, **shared}
 
 
 def search(
-    config: ModelConfig, gpu: Hardware, gpus: int, per_node: int, batch: dict[str, int], make: Make
+    config: ModelConfig, gpu: Hardware, gpus: int, batch: dict[str, int], make: Make
 ) -> tuple[list[Layout], int, dict[str, int]]:
     """The ten fastest layouts that fit, best first; how many were tried, and why others fell out.
 
-    Each has the least recomputation and the largest micro batches that fit. `batch` has the flags
-    `global_bsz` and `seq_len`. `make(flags, script, gpus)` makes a step of flags, or raises UsageError.
+    A layout is one of tp, cp, ep, pp and replicas, with the virtual stages, recomputation, micro batch and
+    format that make it fastest. `batch` has the flags `global_bsz` and `seq_len`. `make(flags, script, gpus)`
+    makes a step of flags, or raises UsageError. A bound on the time sorts out what cannot be among the
+    first; of the others the events are laid out.
     """
-    limit, fitting = (1 - FREE) * gpu.memory_gib * 2**30, []
+    limit, rough = (1 - FREE) * gpu.memory_gib * 2**30, []
     lost: collections.Counter[str] = collections.Counter()
-    for script, shared in layouts(config, gpus, per_node, batch["seq_len"]):
+    for script, shared in layouts(config, gpus, gpu.per_node, batch["seq_len"]):
         flags = {**shared, "global_bsz": batch["global_bsz"]}
         try:
             least = make({**flags, "bsz": 1, "sac_freq": "1/1"}, script, gpus)
@@ -98,23 +112,31 @@ def search(
             lost["does not fit with 1/1 recomputed"] += 1
             continue
         formats = ({}, {"use_fp8": True}) if gpu.fp8_tflops else ({},)
-        for freq, number_format in itertools.product(RECOMPUTED, formats):
-            options = {**flags, **number_format} | ({"sac_freq": freq} if freq else {})
+        for recomputed, number_format in itertools.product(RECOMPUTED, formats):
+            options = {**flags, **number_format, **recomputed}
             size = _largest(options, script, gpus, limit, make)
             for bsz in {size, size // 2} - {0}:
                 with contextlib.suppress(UsageError):
                     work = make({**options, "bsz": bsz}, script, gpus)
                     memory = estimate_memory(work).on_device(gpus)
-                    if memory > limit:
-                        continue
-                    speed = estimate_speed(work, gpu)
-                    rate = work.batch.tokens_per_step / speed.step_s
-                    layout = Layout(script, {**options, "bsz": bsz}, memory, speed, rate)
-                    fitting.append(layout)
-    fitting.sort(key=lambda layout: -layout.tokens_per_sec)
+                    if memory <= limit:
+                        rate = work.batch.tokens_per_step / least_time(work, gpu)
+                        rough.append((rate, script, {**options, "bsz": bsz}, memory, work))
+    rough.sort(key=lambda found: -found[0])
+    best: dict[str, Layout] = {}
+    for bound, script, flags, memory, work in rough:
+        slowest = sorted((x.tokens_per_sec for x in best.values()), reverse=True)[:10]
+        if len(slowest) == 10 and bound < slowest[-1]:
+            break
+        speed = estimate_speed(work, gpu)
+        layout = Layout(script, flags, memory, speed, work.batch.tokens_per_step / speed.step_s)
+        key = str([script, *(flags.get(name) for name in ("tp", "cp", "ep", "pp", "dp_replicate"))])
+        if key not in best or layout.tokens_per_sec > best[key].tokens_per_sec:
+            best[key] = layout
+    fitting = sorted(best.values(), key=lambda layout: -layout.tokens_per_sec)
     for layout in fitting[10:]:
         lost[f"slower: {layout.loss().rsplit(' ', 1)[0]}"] += 1
-    return fitting[:10], len(fitting), dict(lost)
+    return fitting[:10], len(rough), dict(lost)
 
 
 def _largest(flags: dict[str, Any], script: Script, gpus: int, limit: float, make: Make) -> int:

@@ -79,7 +79,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
             each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
             samples = batch.global_bsz or gpus * each
             sizes = {"global_bsz": samples, "seq_len": seq_len}
-            best, tried, lost = search(config, gpu, gpus, gpu.per_node, sizes, make)
+            best, tried, lost = search(config, gpu, gpus, sizes, make)
             rate = best[0].tokens_per_sec if best else 0.0
             days = wanted.tokens / rate / 86400 if rate and wanted.tokens else math.inf
             reached = bool(best) and days <= (wanted.days or math.inf)

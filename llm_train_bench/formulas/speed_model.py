@@ -83,6 +83,18 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int | None = None) -> Sp
     return SpeedEstimate(laid.seconds * slowest, micro_steps * pieces[pace].host_s, parts)
 
 
+def least_time(work: Work, gpu: Hardware) -> float:
+    """A bound on a step's time that needs no events [s]: the last group's computation, and the bubble.
+
+    The bubble of a pipeline is (p - 1) / v micro batches (Narayanan et al. 2021, section 2.2).
+    """
+    fsdp = work.fsdp
+    piece, _ = group_pieces(work, gpu, None, fsdp.pp - 1)
+    bubble = (fsdp.pp - 1) / fsdp.virtual * (piece.computing - piece.head)
+    computing = work.batch.grad_acc_steps * piece.computing + bubble * (fsdp.pp > 1)
+    return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
+
+
 def timeline(work: Work, gpu: Hardware) -> tuple[list[Event], float]:
     """All events of a step, and its seconds."""
     pieces = [group_pieces(work, gpu, None, group)[0] for group in range(work.fsdp.pp)]
