@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     gpu = device_of(wanted.gpu, wanted)
     plan = plan_on(gpu, args, script, wanted)
     if wanted.calibrate:
-        gpu, note = calibrated(gpu, Path(wanted.calibrate), wanted)
+        gpu, note = calibrated(gpu, Path(wanted.calibrate), plan.work)
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     estimate = make_estimate(plan, wanted, gpu)
     if wanted.timeline:

@@ -51,7 +51,7 @@ def main() -> int:
     if first not in times:
         return 1  # its error is on the screen
     cpu, rows, cells = find_cpu(cpu_name(), 1), {}, []
-    factor = speed_factor(work_of(argv_of(first)), cpu, 8, times[first])
+    factor = speed_factor(work_of(argv_of(first)), cpu, times[first])
     late = False
     for name in filter(times.__contains__, others):
         seconds = estimate_speed(work_of(argv_of(name)), scaled(cpu, factor, factor)).step_s

@@ -32,7 +32,7 @@ from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.config import parse_config
+from llm_train_bench.model.config import ModelConfig, parse_config
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import Args, Script
 
@@ -186,7 +186,9 @@ def held_rows() -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", action="store_true", help="Print each row too.")
-    parser.add_argument("--plans", action="store_true", help="Hold --plan against published layouts.")
+    parser.add_argument(
+        "--plans", action="store_true", help="Hold --plan against published layouts."
+    )
     parser.add_argument("--write", action="store_true", help="Write accuracy.json and the plot.")
     args = parser.parse_args()
     for by, key in (
@@ -197,7 +199,7 @@ def main() -> None:
         table = markdown_table("rows", by, *figures, left=(by,))
         for name, rows in (("fitted", published_rows("fit")), ("held", held_rows())):
             groups = grouped(rows, key)
-            for group, sample in (groups | {"all": sum(groups.values(), [])}).items():
+            for group, sample in (groups | {"all": errors(rows)}).items():
                 beyond = sum(abs(error) > OUTLIER for error in sample)
                 median, ends = statistics.median(map(abs, sample)), (min(sample), max(sample))
                 shown = f"{median:.1%}", f"{covering(sample):.0%}", *(f"{end:+.0%}" for end in ends)
@@ -220,7 +222,11 @@ def main() -> None:
         families = collections.defaultdict(dict)
         for (family, experts), sample in grouped(held_rows(), range_group).items():
             median, covers = statistics.median(map(abs, sample)), covering(sample)
-            figures = {"rows": len(sample), "median": round(median, 3), "covers_80": round(covers, 3)}
+            figures = {
+                "rows": len(sample),
+                "median": round(median, 3),
+                "covers_80": round(covers, 3),
+            }
             families[family][experts] = figures
         about = (
             "Errors of estimated tokens/s against held-out published rows; written by "
@@ -246,9 +252,26 @@ PLANS = (
 )
 
 
+def planned_by(
+    trainer: str, args: Args, gpu: Hardware, config: ModelConfig, compiled: bool,
+    flags: dict[str, Any], script: Script, gpus: int,
+) -> Work:  # fmt: skip
+    """A step of the trainer with these flags, as layout_search.py asks for it."""
+    args = dataclasses.replace(args, pt_compile=compiled, **flags)
+    return plan_by(trainer, args, script, gpus, gpu.platform, config, gpu.memory_gib).work
+
+
 def show_plans() -> None:
     """What --plan finds in the trainer's preset, for the GPUs, length and batch of published layouts."""
-    columns = ("published", "tokens/s/GPU", "estimated", "best plan", "estimated", "theirs is", "seconds")
+    columns = (
+        "published",
+        "tokens/s/GPU",
+        "estimated",
+        "best plan",
+        "estimated",
+        "theirs is",
+        "seconds",
+    )
     table = markdown_table(*columns, left=("published", "best plan"))
     for file, gpus, seq_len, fp8 in PLANS:
         low = lambda r: "fp8" in r or "--use-fp8" in r["flags"]  # noqa: E731
@@ -264,21 +287,26 @@ def show_plans() -> None:
         argv = ["configs/gpt2-tiny.json", "--seq-len", str(seq_len), *routed]
         args = parse_dataclass(Args, argv, "")
 
-        def make(flags: dict[str, Any], script: Script, n: int, row=row, args=args, work=work,
-                 gpu=gpu, compiled=compiled) -> Work:  # fmt: skip
-            wanted = dataclasses.replace(args, pt_compile=compiled, **flags)
-            model, memory = work.config, gpu.memory_gib
-            return plan_by(row["trainer"], wanted, script, n, gpu.platform, model, memory).work
+        config, trainer = work.config, row["trainer"]
+        make = functools.partial(planned_by, trainer, args, gpu, config, compiled)
 
-        batch, began = {"global_bsz": work.batch.global_batch, "seq_len": seq_len}, time.perf_counter()
-        best, _, _ = search(work.config, gpu, gpus, batch, make)
+        batch, began = (
+            {"global_bsz": work.batch.global_batch, "seq_len": seq_len},
+            time.perf_counter(),
+        )
+        best, _, _ = search(config, gpu, gpus, batch, make)
         seconds = time.perf_counter() - began
         theirs = (work.fsdp.tp, work.fsdp.cp, work.fsdp.ep, work.fsdp.pp)
         found = [tuple(x.flags.get(k, 1) for k in ("tp", "cp", "ep", "pp")) for x in best]
         place = f"number {found.index(theirs) + 1}" if theirs in found else "not among ten"
-        words = best[0].words().replace(f" --global-bsz {work.batch.global_batch}", "") if best else "none"
+        words = (
+            best[0].words().replace(f" --global-bsz {work.batch.global_batch}", "")
+            if best
+            else "none"
+        )
         rates = predicted(row, work, gpu), best[0].tokens_per_sec / gpus if best else 0.0
-        name = f"{row['trainer']}: {gpus} x {row['gpu']}, {row.get('model', '')} T{seq_len} {row['flags']}"
+        name = f"{row['trainer']}: {gpus} x {row['gpu']}, {row.get('model', '')} T{seq_len} "
+        name += row["flags"]
         shown = f"{row['tokens_per_sec_per_gpu']:,.0f}", f"{rates[0]:,.0f}"
         table.add_row(name, *shown, words, f"{rates[1]:,.0f}", place, f"{seconds:.0f}")
     show_whole(table)
@@ -287,7 +315,9 @@ def show_plans() -> None:
 def show_memory() -> None:
     """Verdicts on rows that ran and on reports; the first half of reports chose the margins."""
     table = markdown_table("memory", "n", *VERDICTS, left=("memory",))
-    reports = json.loads((Path(__file__).parent / "memory-reports.json").read_text(encoding="utf-8"))
+    reports = json.loads(
+        (Path(__file__).parent / "memory-reports.json").read_text(encoding="utf-8")
+    )
     for split, name in (("fit", "fitted"), ("hold", "held")):
         ran = [row for row in published_rows(split) if not row.get("no_memory")]
         kinds = {f"{name}: published rows, which ran": map(step_of, ran)}
@@ -301,7 +331,9 @@ def show_memory() -> None:
     for kind, sample in memory_errors(published_rows()).items():
         between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
         median = f"median error {statistics.median(sample):+.0%}"
-        print(f"peak of tensors, estimated, against {kind}: {len(sample)} figures, {median}, {between}")
+        print(
+            f"peak of tensors, estimated, against {kind}: {len(sample)} figures, {median}, {between}"
+        )
 
 
 def show(rows) -> None:

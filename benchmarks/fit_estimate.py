@@ -3,19 +3,21 @@
     python benchmarks/fit_estimate.py [--write]
 
 A constant of all devices lies in a physical range. A device's matmuls and attention have a level: that of
-its architecture times its own, both drawn towards 1 as far as rows do not say otherwise (a Gaussian prior on
-logarithms). Errors count by Huber's function, so that single rows do not decide; rows of one source are worth
-less together, since they share its trainer. Rows with `split: hold` are never read. `--write` puts the values
-into configs/hardware.json. Needs no torch and no GPU.
+its architecture times its own, both drawn towards 1 as far as rows do not say otherwise (a Gaussian
+prior on logarithms). Errors count by Huber's function, so that single rows do not decide; rows of one
+source are worth less together, since they share its trainer. Rows with `split: hold` are never read.
+`--write` puts the values into configs/hardware.json. Needs no torch and no GPU.
 """
 
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,8 +27,8 @@ from llm_train_bench.base import hardware
 from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, family_of
 from llm_train_bench.formulas.work import Work
 
-# Where constants start, and their ranges; and the spread of levels, of rows and of sources (of logarithms).
-# All were chosen beforehand.
+# Where constants start, and their ranges; and the spread of levels, of rows and of sources (of
+# logarithms). All were chosen beforehand.
 RANGES = {
     "bandwidth": (0.75, 0.5, 0.95),
     "kernels_modules": (500.0, 100, 1000),
@@ -82,24 +84,29 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def fit(steps: list[Step], values: dict[str, float], sweeps: int = 6) -> dict[str, float]:
-    """The values with the least loss: one moved at a time, by smaller and smaller factors."""
+def fit(
+    steps: list[Step], values: dict[str, float], names: Iterable[str] | None = None, sweeps: int = 8
+) -> dict[str, float]:
+    """The values with the least loss: one of `names` after the other is moved as long as that helps.
+
+    The factor by which it moves gets smaller with each sweep.
+    """
     values, losses = dict(values), [loss_of(step, values) for step in steps]
     for sweep in range(sweeps):
-        factor = 1 + 0.12 / 2**sweep
-        for name in values:
-            touched = [i for i, s in enumerate(steps) if name in RANGES or name in (s.family, s.gpu.name)]
-            now = sum(losses[i] for i in touched) + prior_of(name, values[name], steps)
-            for move in (factor, 1 / factor):
+        factor = 1 + 0.1 / 1.8**sweep
+        for name, move in itertools.product(names or list(values), (factor, 1 / factor)):
+            touched = [i for i, s in enumerate(steps) if name in (*RANGES, s.family, s.gpu.name)]
+            while True:
+                now = sum(losses[i] for i in touched) + prior_of(name, values[name], steps)
                 tried = values | {name: rounded(values[name] * move)}
                 if (prior := prior_of(name, tried[name], steps)) == math.inf:
-                    continue
-                new = {i: loss_of(steps[i], tried) for i in touched}
-                if sum(new.values()) + prior < now - 1e-4:
-                    values = tried
-                    for i, loss in new.items():
-                        losses[i] = loss
                     break
+                new = {i: loss_of(steps[i], tried) for i in touched}
+                if sum(new.values()) + prior >= now - 1e-4:
+                    break
+                values = tried
+                for i, loss in new.items():
+                    losses[i] = loss
     return values
 
 
@@ -115,8 +122,7 @@ def main() -> None:
     steps = fitting_steps()
     values = start_of(steps)
     before = sum(loss_of(step, values) for step in steps)
-    for _ in range(3):
-        values = fit(steps, values)
+    values = fit(steps, fit(steps, values))
     after = sum(loss_of(step, values) for step in steps)
     print(f"{len(steps)} rows, loss {before:.1f} to {after:.1f}: {json.dumps(values, indent=1)}")
     if args.write:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import estimate
 from benchmarks import estimate_vs_published as published
 from benchmarks import fit_estimate
-from benchmarks.estimate_vs_published import by_family, covering, published_rows
+from benchmarks.estimate_vs_published import covering, grouped, held_rows, published_rows
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
@@ -26,12 +26,14 @@ from llm_train_bench.estimate import memory_check
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.memory_trace import traced_memory
 from llm_train_bench.estimate.predict import make_estimate
+from llm_train_bench.estimate.trainers import find_trainer
 from llm_train_bench.formulas import memory_model
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_parameters
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import block_activations, estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
 from llm_train_bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time, timeline
+from llm_train_bench.formulas.work import Trainer
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.config import load_config, parse_config
 from llm_train_bench.model.init import materialize
@@ -332,12 +334,13 @@ def test_largest_batch(limit, largest):
 
 
 def test_rows_are_split_by_source_and_many_are_held():
-    rows, held_rows = published_rows(), published_rows("hold")
-    held_files = {row["file"] for row in held_rows}
-    assert len(rows) >= 120 and len(held_rows) >= 40 and len(held_files) >= 10
+    rows, held = published_rows(), published_rows("hold")
+    held_files = {row["file"] for row in held}
+    assert len(rows) >= 400 and len(held) >= 200 and len(held_files) >= 30
     assert len({row["file"] for row in rows}) == len({(row["file"], row["split"]) for row in rows})
-    # Rows that were given to us as a test chose no constant.
-    assert {"nemo-automodel-summary", "torchtitan-asynctp-rows"} <= held_files
+    # Rows that were seen before the split are no evidence.
+    seen = {"nemo-automodel-summary", "torchtitan-asynctp-rows"}
+    assert seen <= held_files and not seen & {row["file"] for row in held_rows()}
 
 
 def test_the_page_has_every_published_lora_figure_and_what_we_estimate():
@@ -357,64 +360,91 @@ def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated, capsys):
     """In a layout where our scripts have neither, as the published figure's."""
     row = next(row for row in published_rows("lora") if row["tokens_per_sec_per_gpu"] == 2643)
     work, gpu = published.step_of(row)
-    flags = words(row["flags"], "--bsz 1 --seq-len 4096 --trainer fp8=current lora=16")
-    made = estimated(
-        row["config"], "--gpu", "h100", "--gpus", "8", *flags, code=4
-    )  # ours does not fit
+    flags = words(
+        row["flags"], "--bsz 1 --seq-len 4096 --trainer megatron --use-fp8 --lora-rank 16"
+    )
+    made = estimated(row["config"], "--gpu", "h100", "--gpus", "8", *flags)
     assert made["tokens_per_sec_per_gpu"] == pytest.approx(published.predicted(row, work, gpu))
-    refused = {
-        "lora=17": "must be", "lora=16 --mtp 0.3": "without", "lora=16 --bf16-weights master": "without",
-        "fp8=current --amp off": "needs --amp bf16", "fp8=current --use-fp8": "without",
-    }  # fmt: skip
-    for flags, why in refused.items():
-        argv = words("configs/deepseek-v3-proxy.json" if "mtp" in flags else row["config"])
-        assert estimate.main([*argv, "--gpu", "h100", *words("--trainer", flags)]) == 2
-        assert why in capsys.readouterr().err
-    argv = words("configs/qwen3-30b-a3b.json --gpu h100 --trainer fp8=current")
-    assert estimate.main(argv) == 2 and "has experts" in capsys.readouterr().err
+    for flags, why in (
+        ("--trainer nobody", "unknown; known are ours, torchtitan"),
+        ("--trainer megatron --use-fp8 --amp off", "need --amp bf16"),
+        ("--trainer torchtitan --use-fp8", "has experts"),
+        ("--trainer ours --use-fp8 --tp 2 --gpus 8", "--tp"),
+    ):
+        argv = words("configs/qwen3-30b-a3b.json --gpu h100", flags)
+        assert estimate.main(argv) == 2 and why in capsys.readouterr().err
     # A rank of a pipeline has the adapters of its own layers.
-    flags = "--gpus 8 --seq-len 4096 --bsz 1 --global-bsz 32 --trainer lora=256 --pp"
-    made = [estimated(row["config"], "--gpu h100", flags, pp, code=4) for pp in (2, 8)]
+    flags = (
+        "--gpus 8 --seq-len 4096 --bsz 1 --global-bsz 32 --trainer megatron --lora-rank 256 --pp"
+    )
+    made = [estimated(row["config"], "--gpu b300", flags, pp) for pp in (2, 8)]
     states = [content["memory"]["optimizer"] for content in made]
     assert states[0] == pytest.approx(states[1], rel=1e-3)
 
 
-@pytest.fixture(scope="module")
-def held():
-    """Errors of the held rows, by kind and family."""
-    return by_family(published_rows("hold"))
-
-
-def test_accuracy_is_that_of_the_held_rows(held):
-    """What estimate.py prints, and the page: four of five held errors lie in the range."""
-    page = (ROOT / "docs/ESTIMATES.md").read_text(encoding="utf-8")
-    for (kind, family), values in held.items():
-        median = statistics.median(map(abs, values))
-        row = f"| {kind} | {family} | {len(values)} | {median:.1%} | {covering(values):.0%} |"
-        assert row in page, row
-        if kind == published.REFUSED:
+def test_accuracy_is_that_of_the_held_rows():
+    """What estimate.py prints: four of five held errors lie in the range, and of a source left out too."""
+    for (family, experts), values in grouped(held_rows(), published.range_group).items():
+        name = next(r["gpu"] for r in held_rows() if family_of(r["gpu"]) == family)
+        accuracy = accuracy_of(name, experts == "experts")
+        if len(values) < published.VALIDATED:
+            assert accuracy is None
             continue
-        name = next(r["gpu"] for r in published_rows("hold") if family_of(r["gpu"]) == family)
-        accuracy = accuracy_of(name, kind == published.DIVIDED)
         assert accuracy["rows"] == len(values)
         assert accuracy["covers_80"] == pytest.approx(covering(values), abs=1e-3)
-        inside = [abs(value) <= accuracy["covers_80"] + 1e-3 for value in values]
-        assert sum(inside) >= 0.8 * len(inside)
+        assert sum(abs(v) <= accuracy["covers_80"] + 1e-3 for v in values) >= 0.8 * len(values)
+    inside, number = published.coverage(held_rows())
+    assert number >= 150 and 0.76 <= inside / number <= 0.88
     assert accuracy_of("V100 SXM 32GB", False) is None
 
 
-def test_plain_steps_of_data_centre_gpus_are_met(held):
-    """The kind that most are run in; on A100, L40S and MI355X no row of them chose a constant."""
-    for family, limit in (("A100", 0.07), ("L40S", 0.07), ("MI355X", 0.12)):
-        assert statistics.median(map(abs, held[published.PLAIN, family])) <= limit
+def test_published_steps_are_met():
+    """The page's figures; and without its trainer's preset a row is estimated worse."""
+    page = (ROOT / "docs/ESTIMATES.md").read_text(encoding="utf-8")
+    rows = held_rows()
+    for trainer, values in grouped(rows, lambda row: row["trainer"]).items():
+        median = f"{statistics.median(map(abs, values)):.1%}"
+        assert f"| {trainer} | {len(values)} | {median} | {covering(values):.0%} |" in page, trainer
+    median = statistics.median(map(abs, published.errors(rows)))
+    assert f"{len(rows)} held rows is {median:.1%}" in page and median < 0.13
+    divided = [r for r in rows if r["trainer"] == "megatron" and r["gpu"] == "H100 SXM"]
+    ours = [r | {"trainer": "megatron-2021"} for r in divided]
+    presets, none = (statistics.median(map(abs, published.errors(x))) for x in (divided, ours))
+    assert presets < 0.1 < none
+
+
+def test_each_trainer_has_a_source_and_at_most_six_choices():
+    entries = json.loads((ROOT / "configs/trainers.json").read_text(encoding="utf-8"))["trainers"]
+    fields = {field.name for field in dataclasses.fields(Trainer)}
+    for name, entry in entries.items():
+        assert entry["source"] and len(entry["choices"]) <= 6 and entry["choices"].keys() <= fields
+        assert (find_trainer(name) == Trainer()) == (name == "ours")
+    assert {row["trainer"] for row in published_rows()} <= entries.keys()
+
+
+def test_verdicts_on_memory_are_right_in_nineteen_of_twenty():
+    """Of rows and reports that had no part in choosing the margins; 6 % here, and the page says why."""
+    held = [row for row in published_rows("hold") if not row.get("no_memory")]
+    reports = json.loads((ROOT / "benchmarks/memory-reports.json").read_text(encoding="utf-8"))
+    chosen = [r for r in reports["reports"] if r["split"] == "hold"]
+    ran = published.verdicts(map(published.step_of, held))
+    ran += published.verdicts(published.reported_step(r) for r in chosen if not r["oom"])
+    oom = published.verdicts(published.reported_step(r) for r in chosen if r["oom"])
+    assert ran["does not fit"] <= 0.06 * ran.total() and ran.total() >= 200
+    assert oom["fits"] <= 0.05 * oom.total() and oom.total() >= 20
+    assert oom["does not fit"] > 0.5 * oom.total() and ran["fits"] > 0.35 * ran.total()
 
 
 def test_constants_are_what_the_fitting_rows_give():
-    """One group anew, from the rows alone; benchmarks/fit_estimate.py does all."""
-    (group,) = [g for g in fit_estimate.GROUPS if g.name == "RTX"]
-    values = fit_estimate.fit(group)
-    for device in group.devices:
-        assert {name: find_hardware(device).fitted[name] for name in values} == values
+    """One device and its architecture anew, from the rows alone; benchmarks/fit_estimate.py does all."""
+    steps = [s for s in fit_estimate.fitting_steps() if s.family in ("Ada", "MI300X, MI325X")]
+    now = dataclasses.asdict(constants())
+    start = fit_estimate.start_of(steps) | {name: now[name] for name in fit_estimate.RANGES}
+    levels = start.keys() - fit_estimate.RANGES.keys()
+    values = fit_estimate.fit(steps, start, sorted(levels))
+    for name in ("RTX 4090", "MI300X"):
+        level = values[family_of(name)] * values[name]
+        assert find_hardware(name).fitted["level"] == pytest.approx(level, rel=0.02)
 
 
 def rows_of_plan(text):
@@ -454,7 +484,7 @@ def changes_of(text):
 def test_what_does_not_fit_ends_with_4(output_of):
     argv = "configs/llama-3.1-405b.json --gpu h100 --gpus 8 --plan"
     assert "nothing fits" in output_of(estimate.main, argv, code=4)
-    argv = "configs/gpt2-760m.json --gpu rtx4090 --bsz 32"
+    argv = "configs/gpt2-760m.json --gpu rtx4090 --bsz 40"
     changes = changes_of(output_of(estimate.main, argv, code=4))
     assert 1 <= len(changes) <= 3 and max(changes.values()) <= 23.99
     # With all blocks recomputed already, --bsz 1 and --bsz 1 --sac-freq 1/1 are one change.
@@ -504,7 +534,7 @@ def test_parts_of_a_step_add_up_to_it(script, gpus, text):
 
 
 def test_time_of_a_pipeline_has_its_bubble():
-    """A micro batch of each other group over v: (p - 1) / (v m) of all, less what the last has more."""
+    """A micro batch of each other group over v: (p - 1) / (v m) of all, and sends; the last has the head."""
     text = "llama-3.1-70b.json --seq-len 4096 --bsz 1 --pp 4 --grad-acc-steps 16 --pp-virtual"
     outside = ("pipeline bubble", "optimizer", "exposed communication")
     for virtual in (1, 2, 4):
@@ -512,8 +542,7 @@ def test_time_of_a_pipeline_has_its_bubble():
         bubble, *others = (estimate.parts[name] for name in outside)
         slowest = 1 + constants().slowest_node * 2
         rest = estimate.step_s / slowest - bubble - sum(others)
-        assert 0.9 * 3 / (virtual * 16) < bubble / rest < 3 / (virtual * 16)
-        assert estimate.parts["tokens between ranks"] > 0
+        assert 0.9 * 3 / (virtual * 16) < bubble / rest < 1.05 * 3 / (virtual * 16)
 
 
 def communication(estimate):
@@ -529,6 +558,7 @@ def speed(model, T, flags="", world=1, gpu=H100):
 def attention_rate(model, T, flags="", backward=False, gpu=H100):
     """TFLOP/s of causal attention, of two matmuls forward or (as papers count) five backward."""
     config, kinds = load_config(f"configs/{model}.json"), ("forward", "forward-backward")
+    gpu = dataclasses.replace(gpu, fitted=gpu.fitted | {"level": 1.0})  # kernels alone
     forward, both = (
         speed(model, T, f"{flags} --pass-type {kind}", gpu=gpu).parts["attention"] for kind in kinds
     )
@@ -723,8 +753,9 @@ def test_command_line(output_of, estimated):
 def test_largest_that_fits_is_the_edge(estimated):
     base = ["configs/gpt2-1.5b.json", "--gpu", "A100 SXM 40GB", "--bsz"]
     edge = estimated([*base, 1])["largest_bsz"]
-    assert edge > 1 and estimated([*base, edge])["fits"]
-    assert not estimated([*base, edge + 1], code=4)["fits"]
+    assert edge > 1 and estimated([*base, edge])["verdict"] == "fits"
+    assert estimated([*base, edge + 1])["verdict"] == "may not fit"
+    assert not estimated([*base, 2 * edge], code=4)["fits"]
 
 
 def test_measured_here_against_the_formula(output_of):
@@ -777,12 +808,12 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("script", "gpus", "model", "flags"), STEPS, ids=lambda v: str(v)[:40])
-def test_a_simulated_step_agrees_with_the_formulas(script, gpus, model, flags):
-    """Within 3 %, the longest path through events against sums; no stream does two things at once."""
+def test_a_step_of_many_micro_batches_is_as_its_events(script, gpus, model, flags):
+    """All events against a few that are repeated; no stream does two things at once."""
     seq_len = 1024 if model.startswith("gpt2") else 4096
     work = work_of(f"{model}.json --seq-len {seq_len} --pt-compile {flags}", script, gpus)
     events, seconds = timeline(work, H100)
-    assert seconds == pytest.approx(estimate_speed(work, H100).step_s, rel=0.03)
+    assert seconds == pytest.approx(estimate_speed(work, H100).step_s, rel=1e-3)
     assert max(e.end_s for e in events) == pytest.approx(seconds)
     free = collections.defaultdict(float)
     for e in events:
@@ -834,7 +865,7 @@ def test_limits_of_power_clock_and_network(estimated):
 
 
 def test_what_other_trainers_keep(estimated):
-    """Bytes a parameter by hand: 4 + 4 + 8; in bf16 2 + 2 + 4, with 8-bit moments 2 + 2 + 2."""
+    """Bytes a parameter by hand: 4 + 4 + 8; in bf16 2 + 2 + 4, with copies for the optimizer 2 + 2 + 12."""
 
     def memory(flags=""):
         argv = "configs/gpt2-1.5b.json --gpu h200 --bsz 4 --seq-len 1024"
@@ -843,16 +874,19 @@ def test_what_other_trainers_keep(estimated):
 
     n = count_parameters(load_config("configs/gpt2-1.5b.json"))
     assert memory()[1] == pytest.approx(16 * n, rel=0.001)
-    assert memory("--trainer weights=bf16 moments=bf16")[1] == pytest.approx(8 * n, rel=0.001)
-    assert memory("--trainer weights=bf16 moments=8bit")[1] == pytest.approx(6 * n, rel=0.001)
-    zero2 = memory("--gpus 8 --parallel ddp --trainer zero=2")[1]
-    assert zero2 == pytest.approx((4 + 12 / 8) * n, rel=0.001)
+    assert memory("--trainer torchtune")[1] == pytest.approx(8 * n, rel=0.001)
+    assert memory("--trainer megatron")[1] == pytest.approx(16 * n, rel=0.001)
+    zero1 = memory("--gpus 8 --trainer megatron")[1]
+    assert zero1 == pytest.approx((2 + 2 + 12 / 8) * n, rel=0.001)
+    zero1 = memory("--gpus 8 --parallel ddp --trainer megatron-lm")[1]
+    assert zero1 == pytest.approx((2 + 4 + 12 / 8) * n, rel=0.001)
+    assert memory("--gpus 8 --trainer llama3")[1] == pytest.approx((2 + 16 / 8) * n, rel=0.001)
     offloaded, on_device = memory("--gpus 8 --cpu-offload")
     assert on_device == 0 and offloaded["host"] == pytest.approx(16 * n / 8, rel=0.001)
-    whole, chunked = memory("--trainer logits=whole")[0]["logits"], memory()[0]["logits"]
+    whole, chunked = memory("--trainer nanogpt")[0]["logits"], memory()[0]["logits"]
     logits = 4 * 1024 * 50257
     assert whole > 10 * logits > chunked
-    op, every_other = "--sac-freq 1/1 --sac-policy op", "--trainer sac=every-other-matmul"
+    op, every_other = "--sac-freq 1/1 --sac-policy op", "--trainer torchtitan"
     ours, theirs = (memory(f"{op} {flags}")[0]["activations"] for flags in ("", every_other))
     assert 0.5 < theirs / ours < 0.8
 
@@ -862,13 +896,13 @@ def test_a_plan_for_any_number_of_gpus_at_any_price(output_of, estimated):
     base = "configs/gpt2-1.5b.json --plan --tokens 1e10"
     gpu = ["--gpu", "GH200 96GB, four a node"]
     (plan,) = estimated(base, gpu, "--gpus 6 --usd-per-hour 2").values()
-    assert plan["samples"] % 6 == 0 and len(plan["best"]) == 10
+    assert plan["samples"] % 6 == 0 and len(plan["best"]) >= 5
     out = output_of(estimate.main, base, "--gpu h100 --days 1e-6 --per-node 262144", code=4)
     assert "even 1,048,576 GPUs take longer than 1e-06 days" in out
 
 
 def test_changes_that_would_fit_keep_what_other_trainers_do(output_of, estimated):
-    argv = f"{LLAMA} --gpu h100 --gpus 2 --trainer moments=8bit"
+    argv = f"{LLAMA} --gpu h100 --gpus 2 --trainer hf"
     out = output_of(estimate.main, argv, "--bsz 4", code=4)
     (now,) = re.findall(r"memory: all.*?([\d.]+) GiB: DOES", out)
     changes = changes_of(out)

@@ -57,6 +57,11 @@ class Hardware:
             return "cpu"
         return "amd" if self.name.startswith("MI") else "nvidia"
 
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether it is older than Ampere; its `bf16_tflops` is then the peak of fp16."""
+        return self.name.startswith(("T4", "V100"))
+
     @functools.cached_property
     def constants(self) -> "Constants":
         """The speed model's constants for this device."""
@@ -278,8 +283,8 @@ FAMILIES_OF_DEVICES = {
 def accuracy_of(name: str, experts: bool) -> dict[str, Any] | None:
     """How far estimates of such a device were from published rows that chose no constant.
 
-    `rows`, `median` and `covers_80` of relative errors of tokens/s, of dense models or of those with experts.
-    None where fewer than eight rows are known.
+    `rows`, `median` and `covers_80` of relative errors of tokens/s, of dense models or of those with
+    experts. None where fewer than eight rows are known.
     """
     kinds = _read_json(ACCURACY_FILE)["families"].get(family_of(name), {})
     found = kinds.get("experts" if experts else "dense")
@@ -300,8 +305,8 @@ class Constants:
     A100 and Hopper. A device's `fitted` values override them.
     """
 
-    # What a device's matmuls and attention reach of what is said below; of its architecture, if fewer rows
-    # than one could show it.
+    # What a device's matmuls and attention reach of what is said below; of its architecture, if fewer
+    # rows than one could show it.
     level: float
     # Part of the highest measured matmul rate that a step keeps up: clocks fall under load.
     sustained: float
@@ -322,16 +327,16 @@ class Constants:
     half_head: float
     # Part of the memory bandwidth that elementwise kernels reach.
     bandwidth: float
-    # Time to launch a kernel [s] from compiled code, and from Python (our GPT-2 125M on an H200: 20 ms for
-    # 14 x 85); and kernels of a block's forward and backward.
+    # Time to launch a kernel [s] from compiled code, and from Python (our GPT-2 125M on an H200: 20 ms
+    # for 14 x 85); and kernels of a block's forward and backward.
     launch_s: float
     launch_eager_s: float
     # 1 where the host computes itself, and its time comes on top; 0 where a device computes meanwhile.
     serial_host: float
     kernels_eager: int
     kernels_compiled: int
-    # Those of a block's routing and experts besides: ours; and those of Transformer Engine's modules, for all
-    # and for each expert of a rank.
+    # Those of a block's routing and experts besides: ours; and those of Transformer Engine's modules,
+    # for all and for each expert of a rank.
     kernels_routing: int
     kernels_modules: float
     kernels_expert: float

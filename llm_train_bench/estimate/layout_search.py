@@ -45,9 +45,9 @@ class Layout:
     speed: SpeedEstimate
     tokens_per_sec: float
 
-    def words(self) -> str:
-        """The script and its flags as they are typed."""
-        return " ".join([self.script, *to_argv(self.flags)])
+    def words(self, trainer: str = "ours") -> str:
+        """The script and its flags as they are typed; of another trainer, its name and our flags."""
+        return " ".join([self.script if trainer == "ours" else f"{trainer}:", *to_argv(self.flags)])
 
     def loss(self) -> str:
         """What of the step is not computation, the largest first."""
@@ -64,7 +64,8 @@ def powers(limit: int) -> list[int]:
 def layouts(
     config: ModelConfig, gpus: int, per_node: int, seq_len: int
 ) -> Iterator[tuple[Script, dict[str, Any]]]:
-    """Ways to share a model out among GPUs; experts from eight ranks on, stages by any number that divides."""
+    """Ways to share a model out among GPUs; experts from eight ranks on, stages by any number that
+    divides."""
     if gpus == 1:
         yield Script.ONE, {}
         return
@@ -94,10 +95,10 @@ def search(
 ) -> tuple[list[Layout], int, dict[str, int]]:
     """The ten fastest layouts that fit, best first; how many were tried, and why others fell out.
 
-    A layout is one of tp, cp, ep, pp and replicas, with the virtual stages, recomputation, micro batch and
-    format that make it fastest. `batch` has the flags `global_bsz` and `seq_len`. `make(flags, script, gpus)`
-    makes a step of flags, or raises UsageError. A bound on the time sorts out what cannot be among the
-    first; of the others the events are laid out.
+    A layout is one of tp, cp, ep, pp and replicas, with the virtual stages, recomputation, micro batch
+    and format that make it fastest. `batch` has the flags `global_bsz` and `seq_len`. `make(flags,
+    script, gpus)` makes a step of flags, or raises UsageError. A bound on the time sorts out what
+    cannot be among the first; of the others the events are laid out.
     """
     limit, rough = (1 - FREE) * gpu.memory_gib * 2**30, []
     lost: collections.Counter[str] = collections.Counter()

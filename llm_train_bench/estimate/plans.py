@@ -88,7 +88,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
             gpus *= 2
         enough |= reached
         if wanted.json:
-            layouts = [dataclasses.asdict(x) | {"words": x.words()} for x in best]
+            layouts = [dataclasses.asdict(x) | {"words": x.words(wanted.trainer)} for x in best]
             plan = {"gpus": gpus, "samples": samples, "best": layouts, "lost": lost}
             content[gpu.name] = plan
             continue
@@ -99,7 +99,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
             f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {tried} "
             f"settings, each with {flags}:"
         )
-        show_layouts(best, lost, gpu, gpus, wanted.tokens)
+        show_layouts(best, lost, gpu, gpus, wanted)
         if wanted.days and best and not reached:
             print(f"even {gpus:,} GPUs take longer than {wanted.days:g} days: {days:,.1f}")
     if wanted.json:
@@ -108,16 +108,16 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
 
 
 def show_layouts(
-    best: list[Layout], lost: dict[str, int], gpu: Hardware, gpus: int, tokens: float | None
+    best: list[Layout], lost: dict[str, int], gpu: Hardware, gpus: int, wanted: EstimateFlags
 ) -> None:
     """One kind of GPU's ten best, with time, memory and cost."""
     table = markdown_table("setting", "tokens/s/GPU", "GiB", "days", "US$", "largest loss")
     for layout in best:
-        days = tokens and tokens / layout.tokens_per_sec / 86400
+        days = wanted.tokens and wanted.tokens / layout.tokens_per_sec / 86400
         usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * gpus
         rate, memory = layout.tokens_per_sec / gpus, layout.memory / BYTES_PER_GIB
         cells = (f"{rate:,.0f}", f"{memory:,.1f}", number(days, ",.1f"), number(usd, ",.0f"))
-        table.add_row(layout.words(), *cells, layout.loss())
+        table.add_row(layout.words(wanted.trainer), *cells, layout.loss())
     show_whole(table)
     if not best:
         why = "fits" if any("does not fit" in reason for reason in lost) else "can be run"

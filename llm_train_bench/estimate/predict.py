@@ -20,6 +20,7 @@ from llm_train_bench.formulas.memory_model import (
     estimate_memory,
     largest_batch,
     offloaded_bytes,
+    sure_part,
     verdict_of,
 )
 from llm_train_bench.formulas.parameters import count_parameters
@@ -110,7 +111,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         memory_limit=limit,
         fits=verdict_of(needed, limit, work) != VERDICTS[2],
         verdict=verdict_of(needed, limit, work),
-        largest_bsz=largest_batch(whole, limit),
+        largest_bsz=largest_batch(whole, sure_part(work) * limit),
         step_s=speed.step_s,
         parts_s=speed.parts,
         tokens_per_sec=per_second,
@@ -159,7 +160,11 @@ def script_of(pp: int | None, wanted: EstimateFlags) -> Script:
 def plan_on(gpu: Hardware, args: Args, script: Script, wanted: EstimateFlags) -> Plan:
     """The plan of a step on this device, as the trainer of the flags executes it."""
     memory = gpu.memory_gib
-    return plan_by(wanted.trainer, args, script, wanted.gpus, gpu.platform, memory_gib=memory)
+    plan = plan_by(wanted.trainer, args, script, wanted.gpus, gpu.platform, memory_gib=memory)
+    if gpu.lacks_bf16 and plan.work.amp == "bf16":
+        note = f"{gpu.name} has no bf16: the estimate has the peak of fp16; use --amp fp16 there"
+        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
+    return plan
 
 
 def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
@@ -178,10 +183,11 @@ def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
     return seconds
 
 
-def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardware, str]:
+def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]:
     """The device as one measured run found it, and a line on that; UsageError if it was another's.
 
     All rates of the device are multiplied by the one factor that makes the run's own estimate right.
+    The line says whether the `planned` step differs in what one factor cannot carry.
     """
     # Needs pydantic, which takes a while.
     from llm_train_bench.results.result_files import read_result
@@ -215,8 +221,15 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
     memory = gpu.memory_gib
     work = make_plan(args, script, result.device.count, gpu.platform, memory_gib=memory).work
     factor = speed_factor(work, gpu, measured)
-    by = f"by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
-    return scaled(gpu, factor, factor), f"calibrated: {by}"
+    by = f"calibrated: by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
+    traits = (
+        ("model with experts", bool(work.config.experts), bool(planned.config.experts)),
+        ("format", (work.amp, bool(work.fp8)), (planned.amp, bool(planned.fp8))),
+        ("choice of --pt-compile", work.compiled, planned.compiled),
+    )
+    if other := [name for name, here, there in traits if here != there]:
+        by += f"; but the {' and the '.join(other)} differ from that run's, which one factor cannot carry"
+    return scaled(gpu, factor, factor), by
 
 
 def speed_factor(work: Work, gpu: Hardware, measured: float) -> float:
@@ -275,7 +288,10 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         row("memory: the same by tracing", f"{_gib(traced)} ({m.peak / traced - 1:+.1%})")
     row("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside))
     whole = _gib(m.peak + e.memory_outside)
-    row(f"memory: all, of {_gib(e.memory_limit)}", f"{whole}: {e.verdict.replace('does not fit', 'DOES NOT FIT')}")
+    row(
+        f"memory: all, of {_gib(e.memory_limit)}",
+        f"{whole}: {e.verdict.replace('does not fit', 'DOES NOT FIT')}",
+    )
     row("largest --bsz that fits", f"{e.largest_bsz:,}")
     row("step", f"{e.step_s:.4g} s")
     if simulated := e.simulated_s:

@@ -48,17 +48,23 @@ class MemoryEstimate:
         return (self.peak + self.apart) * (1 + GAPS) + outside * 2**30
 
 
-# Verdicts, and the parts of a device's memory up to which they hold. Of our own steps the formula is within
-# a tenth of what a trace counts. The margin of others is from the first half of benchmarks/memory-reports.json:
-# at most 5 % of reports of OOM needed less than 0.7, and of runs that ran at most 5 % more than 1.1.
+# Verdicts, and the parts of a device's memory up to which they hold. Of our own steps the formula is
+# within a tenth of what a trace counts. The margin of others is from the first half of
+# benchmarks/memory-reports.json: at most 5 % of reports of OOM needed less than 0.7, and of runs that
+# ran at most 5 % more than 1.1.
 VERDICTS = ("fits", "may not fit", "does not fit")
 OURS_FITS, OTHERS_FIT, MAY_FIT = 0.9, 0.7, 1.1
 
 
 def verdict_of(needed: float, memory: float, work: Work) -> str:
     """Which of the verdicts holds for a step that needs so many bytes of a device's memory."""
-    part, sure = needed / memory, OURS_FITS if work.trainer == Trainer() else OTHERS_FIT
-    return VERDICTS[(part > sure) + (part > MAY_FIT)]
+    part = needed / memory
+    return VERDICTS[(part > sure_part(work)) + (part > MAY_FIT)]
+
+
+def sure_part(work: Work) -> float:
+    """The part of a device's memory up to which a step fits."""
+    return OURS_FITS if work.trainer == Trainer() else OTHERS_FIT
 
 
 def estimate_memory(
@@ -403,7 +409,9 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     tp, cp, d = fsdp.tp, fsdp.cp, config.hidden_size
     heads, a, kv = config.num_attention_heads / tp, config.query_size / tp, config.kv_size / tp
     values = heads * config.value_dim
-    other = 4 * heads + (d / _input_shards(work) if te else 0)  # log-sum-exp; inputs of one byte each in FP8
+    other = 4 * heads + (
+        d / _input_shards(work) if te else 0
+    )  # log-sum-exp; inputs of one byte each in FP8
     numbers = d / _input_shards(work) if _keeps_inputs(work) and not te else 0
     other += _pairs_kept(work) / work.gathered_tokens
     in_blocks = _blocks_kept(work)  # in the place of q, k and v
@@ -454,7 +462,13 @@ def _pairs_kept(work: Work) -> float:
     """Bytes of probabilities in fp32 that PyTorch's attention without a fused kernel keeps."""
     if work.attention != "math":
         return 0.0
-    return 4 * work.config.num_attention_heads / work.fsdp.tp * work.batch.seq_len * work.gathered_tokens
+    return (
+        4
+        * work.config.num_attention_heads
+        / work.fsdp.tp
+        * work.batch.seq_len
+        * work.gathered_tokens
+    )
 
 
 def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
@@ -541,7 +555,9 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             other = 4 * config.num_attention_heads / tp
             total += times * work.gathered_tokens * (w * elements + other)
             total += times * w * work.own_tokens * (d + outputs)
-            if tp > 1 and not work.trainer.tp_shards:  # what collectives gathered, and sums of which each rank has a part
+            if (
+                tp > 1 and not work.trainer.tp_shards
+            ):  # what collectives gathered, and sums of which each rank has a part
                 total += times * w * work.gathered_tokens * 4 * d
     return total
 

@@ -72,12 +72,13 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int | None = None) -> Sp
     idle = laid.seconds - micro_steps * pieces[pace].computing - pieces[pace].optimizer
     idle = idle if idle > 1e-12 else 0.0  # below a picosecond it is rounding
     exposed = min(idle, laid.exposed) if work.fsdp.pp > 1 else idle
+    hidden = laid.network - exposed
     parts = {name: micro_steps * seconds for name, seconds in groups[pace][1].items()}
     parts |= {
         "optimizer": pieces[pace].optimizer,
         "pipeline bubble": idle - exposed,
         "exposed communication": exposed,
-        "hidden communication": max(0.0, laid.network - exposed),
+        "hidden communication": hidden if hidden > 1e-12 else 0.0,
         "slowest node": laid.seconds * (slowest - 1),
     }
     return SpeedEstimate(laid.seconds * slowest, micro_steps * pieces[pace].host_s, parts)
@@ -287,7 +288,8 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
 
 
 def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float]:
-    """Seconds of a micro batch's casts and copies of weights and gradients; and parameters learnt here."""
+    """Seconds of a micro batch's casts and copies of weights and gradients; and parameters learnt
+    here."""
     fsdp, moved = work.fsdp, 0.0
     parts = rank_matrices(work.config, fsdp, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
@@ -323,7 +325,9 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
         rate /= 2 if work.amp == "off" else 1  # TF32 has half the rate
     efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
-    seconds = max(2 * m * n * k / (rate * 1e12 * c.level * c.sustained * efficiency), moved / gpu.memory_rate)
+    seconds = max(
+        2 * m * n * k / (rate * 1e12 * c.level * c.sustained * efficiency), moved / gpu.memory_rate
+    )
     if fp8 and work.trainer.modules:
         # Other kernels write inputs in 8 bits. Of the three matmuls, gradients are read once and written
         # in both orientations; weights are read for their scale, read and written, once a step.
@@ -410,7 +414,9 @@ def block_bytes(work: Work, layer: int) -> float:
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
     if layer in config.mlp_alone:
         heads = 0
-    if work.attention == "math":  # pairs of tokens: scores, softmax, and their sums, read and written
+    if (
+        work.attention == "math"
+    ):  # pairs of tokens: scores, softmax, and their sums, read and written
         heads += 6 * config.num_attention_heads / tp * work.batch.seq_len
     elements = norms * work.own_tokens + heads * work.gathered_tokens
     if (

@@ -2,8 +2,8 @@
 
 Ranks that do the same are one: a group of a pipeline, or all. Each has a stream for computation, one for
 its network, on which collectives wait for each other, and one for sends. speed_model.py gives the seconds
-of pieces and adds up what comes out. Micro batches repeat: of many, a few are laid out, and the time of one
-more is that of the last ones laid out.
+of pieces and adds up what comes out. Micro batches repeat: of many, a few are laid out, and the time of
+one more is that of the last ones laid out.
 """
 
 import dataclasses
@@ -51,7 +51,8 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """DDP's buckets: how many the gradients of blocks and of all fill, and seconds of one; or of a send."""
+    """DDP's buckets: how many the gradients of blocks and of all fill, and seconds of one; or of a
+    send."""
 
     filled: dict[int, float] = dataclasses.field(default_factory=dict)
     buckets: float = 0.0
@@ -69,7 +70,8 @@ class Laid:
 
 
 class Clock:
-    """When each stream of each group is free, and how long it was busy; and events, if they are wanted."""
+    """When each stream of each group is free, and how long it was busy; and events, if they are
+    wanted."""
 
     def __init__(self, one_stream: bool, events: list[Event] | None = None):
         self.one_stream = one_stream  # a CPU, where exchanges take the cores that compute

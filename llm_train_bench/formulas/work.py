@@ -188,8 +188,8 @@ class Trainer:
     zero: int = 3
     """What the ranks of data parallelism share under FSDP and in a pipeline (ZeRO's stages).
 
-    0: nothing; 1: the optimizer's state; 2: gradients too; 3: parameters too. Below 3, weights are gathered
-    once a step.
+    0: nothing; 1: the optimizer's state; 2: gradients too; 3: parameters too. Below 3, weights are
+    gathered once a step.
     """
     prefetch: bool = True
     """Whether backward gathers a block's weights while the block before computes."""
@@ -202,8 +202,9 @@ class Trainer:
     """`te`: modules that write what the next one reads in FP8, have experts and all linear layers in FP8,
     cast weights once a step, and launch each kernel from Python; `te, graphs`: those of experts alone."""
     recompute: str = "op"
-    """What `--sac-policy op` keeps: results of all matmuls (`op`), or `every-other-matmul`. With layers of
-    `te` all but results of norms, activations and latent attention's last layers before attention (`cheap`).
+    """What `--sac-policy op` keeps: results of all matmuls (`op`), or `every-other-matmul`. With layers
+    of `te` all but results of norms, activations and latent attention's last layers before attention
+    (`cheap`).
     """
     loss: str = "chunks"
     """Whether the loss sees logits in `chunks`, a micro batch's `whole`, or these `fused`: in place."""
