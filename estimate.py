@@ -29,10 +29,11 @@ from llm_train_bench.estimate.predict import (
     draw_timeline,
     make_estimate,
     nearest_changes,
-    plan_on,
     script_of,
     show_estimate,
 )
+from llm_train_bench.estimate.trainers import plan_by
+from llm_train_bench.formulas.memory_model import VERDICTS
 from llm_train_bench.model.config import load_config
 from llm_train_bench.settings.command_line import parse_dataclass, refuse_foreign, with_file
 from llm_train_bench.settings.flags import Script
@@ -71,7 +72,12 @@ def main(argv: Sequence[str]) -> int:
     if "," in wanted.gpu and device_called(wanted.gpu) is None:
         raise UsageError(f"--gpu {wanted.gpu}: several GPUs go with --plan; name one")
     gpu = device_of(wanted.gpu, wanted)
-    plan = plan_on(gpu, args, script, wanted)
+
+    def planned(flags: dict[str, Any], gpus: int) -> Plan:
+        changed, memory = dataclasses.replace(args, **flags), gpu.memory_gib
+        return plan_by(wanted.trainer, changed, script, gpus, gpu.platform, memory_gib=memory)
+
+    plan = planned({}, wanted.gpus)
     if wanted.calibrate:
         gpu, note = calibrated(gpu, Path(wanted.calibrate), plan.work)
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
@@ -84,22 +90,20 @@ def main(argv: Sequence[str]) -> int:
     show_estimate(estimate, wanted, plan.work)
     for note in plan.notes:
         print(note)
+    if gpu.lacks_bf16 and plan.work.amp == "bf16":
+        print(f"{gpu.name} has no bf16: the estimate has the peak of fp16; use --amp fp16 there")
     if wanted.gpus > gpu.per_node and (last := wanted.gpus % gpu.per_node):
         print(
             f"the last node has {last} of {gpu.per_node} GPUs, and all wait for its network cards"
         )
     if estimate.usd is None and wanted.tokens:
         print(f"no price of {gpu.name} is known; --usd-per-hour gives one")
-    if estimate.fits:
+    if estimate.verdict == VERDICTS[0]:
         return 0
 
-    def planned(flags: dict[str, Any], gpus: int) -> Plan:
-        changed = dataclasses.replace(args, **flags)
-        return plan_on(gpu, changed, script, dataclasses.replace(wanted, gpus=gpus))
-
     for change in nearest_changes(planned, plan.work, gpu):
-        print(f"would fit: {change}")
-    return 4
+        print(change)
+    return 0 if estimate.fits else 4
 
 
 def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:

@@ -383,7 +383,8 @@ def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated, capsys):
 
 
 def test_accuracy_is_that_of_the_held_rows():
-    """What estimate.py prints: four of five held errors lie in the range, and of a source left out too."""
+    """What estimate.py prints: four of five held errors lie in the range, and of a source left out
+    too."""
     for (family, experts), values in grouped(held_rows(), published.range_group).items():
         name = next(r["gpu"] for r in held_rows() if family_of(r["gpu"]) == family)
         accuracy = accuracy_of(name, experts == "experts")
@@ -407,9 +408,9 @@ def test_published_steps_are_met():
         assert f"| {trainer} | {len(values)} | {median} | {covering(values):.0%} |" in page, trainer
     median = statistics.median(map(abs, published.errors(rows)))
     assert f"{len(rows)} held rows is {median:.1%}" in page and median < 0.13
-    divided = [r for r in rows if r["trainer"] == "megatron" and r["gpu"] == "H100 SXM"]
-    ours = [r | {"trainer": "megatron-2021"} for r in divided]
-    presets, none = (statistics.median(map(abs, published.errors(x))) for x in (divided, ours))
+    dense = [r for r in rows if r["trainer"] == "megatron" and "--ep" not in r["flags"]]
+    plain = [r | {"trainer": "nanogpt"} for r in dense]
+    presets, none = (statistics.median(map(abs, published.errors(x))) for x in (dense, plain))
     assert presets < 0.1 < none
 
 
@@ -477,7 +478,7 @@ def test_days_tell_how_many_gpus(output_of):
 
 def changes_of(text):
     """The changes that would fit, each with its memory [GiB]."""
-    found = re.findall(r"^would fit: (.*): ([\d.]+) GiB", text, flags=re.M)
+    found = re.findall(r"^(?:would|may) fit: (.*): ([\d.]+) GiB", text, flags=re.M)
     return {change: float(need) for change, need in found}
 
 
@@ -488,16 +489,18 @@ def test_what_does_not_fit_ends_with_4(output_of):
     changes = changes_of(output_of(estimate.main, argv, code=4))
     assert 1 <= len(changes) <= 3 and max(changes.values()) <= 23.99
     # With all blocks recomputed already, --bsz 1 and --bsz 1 --sac-freq 1/1 are one change.
-    argv = "configs/llama-3.2-1b.json --gpu h100 --bsz 4 --sac-freq 1/1 --limit memory=23"
+    argv = "configs/llama-3.2-1b.json --gpu h100 --bsz 16 --sac-freq 1/1 --limit memory=23"
     changes = changes_of(output_of(estimate.main, argv, code=4))
-    assert len(changes) == len(set(changes.values())) == 2
+    assert len(changes) == len(set(changes.values())) >= 2
 
 
 def test_a_change_that_would_fit_is_as_its_own_estimate(output_of, estimated):
     argv = "configs/llama-3.1-8b.json --gpu h100 --bsz 1 --seq-len 8192"
     text = output_of(estimate.main, argv, "--gpus 2", code=4)
-    lines = re.findall(r"^would fit: (.*): (\S+) GiB, (\S+) tokens/s per GPU", text, flags=re.M)
-    assert [change for change, *_ in lines] == ["--gpus 8", "--gpus 16", "--sac-freq 1/1"]
+    lines = re.findall(
+        r"^(?:would|may) fit: (.*): (\S+) GiB, (\S+) tokens/s per GPU", text, flags=re.M
+    )
+    assert [change for change, *_ in lines] == ["--gpus 16", "--gpus 8", "--sac-freq 1/1"]
     for change, need, rate in lines:
         e = estimated(argv, "--gpus 2" * ("--gpus" not in change), change)
         memory = e["memory"]["peak"] + e["memory_outside"]
@@ -534,7 +537,8 @@ def test_parts_of_a_step_add_up_to_it(script, gpus, text):
 
 
 def test_time_of_a_pipeline_has_its_bubble():
-    """A micro batch of each other group over v: (p - 1) / (v m) of all, and sends; the last has the head."""
+    """A micro batch of each other group over v: (p - 1) / (v m) of all, and sends; the last has the
+    head."""
     text = "llama-3.1-70b.json --seq-len 4096 --bsz 1 --pp 4 --grad-acc-steps 16 --pp-virtual"
     outside = ("pipeline bubble", "optimizer", "exposed communication")
     for virtual in (1, 2, 4):
@@ -865,7 +869,8 @@ def test_limits_of_power_clock_and_network(estimated):
 
 
 def test_what_other_trainers_keep(estimated):
-    """Bytes a parameter by hand: 4 + 4 + 8; in bf16 2 + 2 + 4, with copies for the optimizer 2 + 2 + 12."""
+    """Bytes a parameter by hand: 4 + 4 + 8; in bf16 2 + 2 + 4, with copies for the optimizer 2 + 2 +
+    12."""
 
     def memory(flags=""):
         argv = "configs/gpt2-1.5b.json --gpu h200 --bsz 4 --seq-len 1024"

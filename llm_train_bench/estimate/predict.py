@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.hardware import Hardware, accuracy_of, scaled, threads_of
 from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
@@ -25,10 +27,10 @@ from llm_train_bench.formulas.memory_model import (
 )
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed, timeline
-from llm_train_bench.formulas.step_events import write_trace
+from llm_train_bench.formulas.step_events import Event
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
-from llm_train_bench.settings.flags import Args, Script, to_argv
+from llm_train_bench.settings.flags import Script, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
 
 BYTES_PER_GIB = 2**30
@@ -145,7 +147,9 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     script = script_of(args.pp, wanted)
     refuse_foreign(words, script)
     device = device_of(gpu, wanted)
-    return make_estimate(plan_on(device, args, script, wanted), wanted, device)
+    memory = device.memory_gib
+    plan = plan_by(wanted.trainer, args, script, wanted.gpus, device.platform, memory_gib=memory)
+    return make_estimate(plan, wanted, device)
 
 
 def script_of(pp: int | None, wanted: EstimateFlags) -> Script:
@@ -155,16 +159,6 @@ def script_of(pp: int | None, wanted: EstimateFlags) -> Script:
         raise UsageError("--parallel ddp: replicas have no stages; leave out --pp, or --parallel")
     several = Script.PP if pp else several
     return Script.ONE if wanted.gpus == 1 else several
-
-
-def plan_on(gpu: Hardware, args: Args, script: Script, wanted: EstimateFlags) -> Plan:
-    """The plan of a step on this device, as the trainer of the flags executes it."""
-    memory = gpu.memory_gib
-    plan = plan_by(wanted.trainer, args, script, wanted.gpus, gpu.platform, memory_gib=memory)
-    if gpu.lacks_bf16 and plan.work.amp == "bf16":
-        note = f"{gpu.name} has no bf16: the estimate has the peak of fp16; use --amp fp16 there"
-        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    return plan
 
 
 def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
@@ -181,6 +175,24 @@ def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
     except OSError as error:
         raise UsageError(f"--timeline {wanted.timeline}: {error.strerror}") from None
     return seconds
+
+
+def write_trace(events: list[Event], path: Path, name_of: Callable[[int], str]) -> None:
+    """The events as a Chrome trace, which Perfetto opens; a process for each group of ranks."""
+    streams = {"compute": 1, "network": 2, "send": 3}
+    content: list[dict] = []
+    for group in sorted({event.group for event in events}):
+        about = {"ph": "M", "pid": group, "name": "process_name", "args": {"name": name_of(group)}}
+        content.append(about)
+        content += [
+            {"ph": "M", "pid": group, "tid": t, "name": "thread_name", "args": {"name": stream}}
+            for stream, t in streams.items()
+        ]
+    for e in events:
+        place = {"ph": "X", "cat": "simulated", "pid": e.group, "tid": streams[e.stream]}
+        times = {"ts": 1e6 * e.start_s, "dur": 1e6 * (e.end_s - e.start_s)}
+        content.append(place | {"name": e.name} | times)
+    write_whole(path, json.dumps({"traceEvents": content}) + "\n")
 
 
 def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]:
@@ -245,7 +257,8 @@ def speed_factor(work: Work, gpu: Hardware, measured: float) -> float:
 def nearest_changes(
     planned: Callable[[dict[str, Any], int], Plan], work: Work, gpu: Hardware
 ) -> list[str]:
-    """The three fastest near changes that fit; `planned(flags, gpus)` plans with other flags."""
+    """Lines on the three fastest near changes that fit, or may fit; `planned(flags, gpus)` plans with
+    other flags."""
     gpus, fitting, seen = work.world, [], {work}
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if n < work.batch.micro_batch]
     tries: list[tuple[dict[str, Any], int]] = [({"bsz": n}, gpus) for n in sizes]
@@ -265,10 +278,11 @@ def nearest_changes(
             step_s = estimate_speed(other.work, gpu).step_s
             rate = other.work.batch.tokens_per_step / step_s / n
             words = " ".join(to_argv(flags | ({"gpus": n} if n != gpus else {})))
-            text = f"{words}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
-            fitting.append((rate, text))
-    texts = [text for _, text in sorted(fitting, reverse=True)[:3]]
-    return texts or ["none of the changes tried; use more GPUs, or larger ones"]
+            word = "would" if need <= sure_part(other.work) * gpu.memory_gib else "may"
+            text = f"{word} fit: {words}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
+            fitting.append((word == "would", rate, text))
+    texts = [text for *_, text in sorted(fitting, reverse=True)[:3]]
+    return texts or ["none of the changes tried would fit; use more GPUs, or larger ones"]
 
 
 def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:

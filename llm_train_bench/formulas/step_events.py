@@ -8,12 +8,9 @@ one more is that of the last ones laid out.
 
 import dataclasses
 import functools
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-from llm_train_bench.base.files import write_whole
 from llm_train_bench.formulas.work import Work
 
 
@@ -264,21 +261,3 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
         done = clock.run(group, "network", "reduce the rest", piece.units[-1][1], done)
         end = max(end, clock.run(group, "compute", "optimizer", piece.optimizer, done))
     return end, gathered[0] + max(0.0, end - last - pieces[-1].optimizer)
-
-
-def write_trace(events: list[Event], path: Path, name_of: Callable[[int], str]) -> None:
-    """The events as a Chrome trace, which Perfetto opens; a process for each group of ranks."""
-    streams = {"compute": 1, "network": 2, "send": 3}
-    content: list[dict] = []
-    for group in sorted({event.group for event in events}):
-        about = {"ph": "M", "pid": group, "name": "process_name", "args": {"name": name_of(group)}}
-        content.append(about)
-        content += [
-            {"ph": "M", "pid": group, "tid": t, "name": "thread_name", "args": {"name": stream}}
-            for stream, t in streams.items()
-        ]
-    for e in events:
-        place = {"ph": "X", "cat": "simulated", "pid": e.group, "tid": streams[e.stream]}
-        times = {"ts": 1e6 * e.start_s, "dur": 1e6 * (e.end_s - e.start_s)}
-        content.append(place | {"name": e.name} | times)
-    write_whole(path, json.dumps({"traceEvents": content}) + "\n")
