@@ -16,15 +16,13 @@ class EstimateFlags:
     gpu: GPU in configs/hardware.json, or the start of its name: h100, b200, mi300x, ... cpu is this
         machine; run benchmarks/gemm.py first to measure it.
     gpus: Number of GPUs.
-    per_node: GPUs that share fast links: of a machine, or of an NVLink domain. By default the device's
-    own
-        number (72 for GB200 and GB300, 8 for most).
+    per_node: GPUs that share fast links: of a machine, or of an NVLink domain. By default as many as
+        the device has: 72 for GB200 and GB300, 8 for most.
     parallel: Script for several GPUs: train_fsdp.py, train_ddp.py, or train_pp.py (also set by --pp).
     tokens: Tokens of the training run; also prints its days, energy and cost.
     limit: Limits of one GPU: power=W, clock=MHZ, memory=GIB, or nic=GB/s of its network, one way.
     trainer: Trainer that executes the step: ours, torchtitan, megatron, ... (configs/trainers.json).
-    Others
-        have FP8 and LoRA in layouts where our scripts refuse them.
+        Other trainers may have FP8 and LoRA in layouts where our scripts refuse them.
     trace: Also count memory by tracing our model under fake tensors (takes seconds).
     fit: Run a few steps on this machine, and compare their memory with the estimate.
     calibrate: Correct the estimate by the measurements in a run's result.json.

@@ -265,7 +265,7 @@ class _Sizes:
         self.blocks, self.held = sum(work.block_parameters), 0.0
         numbers = dict.fromkeys((-1, *self.layers), 0.0)
         vocabulary = fsdp.tp if work.trainer.tp_shards else 1
-        self.vocabulary /= vocabulary
+        self.vocabulary //= vocabulary
         # Shards and gathers come padded to a multiple of the ranks.
         for part in rank_matrices(config, fsdp, pp_rank):
             self.held += part.padded / part.mesh
