@@ -292,7 +292,8 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     row = table.add_row
     row("parameters", f"{e.parameters / 1e9:,.3f} G")
     row("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G")
-    row("on", f"{e.gpus} x {e.gpu}, {e.script}, {e.global_batch} samples a step")
+    who = e.script if wanted.trainer == "ours" else wanted.trainer
+    row("on", f"{e.gpus} x {e.gpu}, {who}, {e.global_batch} samples a step")
     for name in ("parameters", "gradients", "optimizer", "activations"):
         row(f"memory: {name}", _gib(getattr(m, name)))
     row("memory: logits and gradients of the head", _gib(m.logits))
