@@ -26,7 +26,7 @@ from llm_train_bench.estimate import memory_check
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.memory_trace import traced_memory
 from llm_train_bench.estimate.predict import make_estimate
-from llm_train_bench.estimate.trainers import find_trainer
+from llm_train_bench.estimate.trainers import executed_by, find_trainer
 from llm_train_bench.formulas import memory_model
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_parameters
 from llm_train_bench.formulas.flops import step_flops_per_token
@@ -724,6 +724,20 @@ def test_accumulation_gathers_again_under_fsdp_and_reduces_once_under_ddp():
         assert four.parts["matmuls"] == pytest.approx(4 * once.parts["matmuls"])
 
 
+def test_a_trainer_that_shares_the_optimizer_alone_gathers_and_reduces_once_a_step():
+    works = [work_of(f"llama-3.1-8b.json --bsz 1 --seq-len 4096 --grad-acc-steps {n}", "train_fsdp.py", 8)
+             for n in (1, 8)]  # fmt: skip
+    ours, theirs = (
+        [
+            communication(estimate_speed(executed_by(w, find_trainer(name), "block"), H100))
+            for w in works
+        ]
+        for name in ("ours", "megatron")
+    )
+    assert ours[1] == pytest.approx(8 * ours[0], rel=0.02)
+    assert theirs[1] == pytest.approx(theirs[0], rel=0.02) and theirs[0] < 0.8 * ours[0]
+
+
 def test_collectives_by_hand():
     """8 GPUs, 8 GB: 7/8 of it at 361 GB/s and 32 us of latency; on 2 nodes no faster than 8 x 45."""
     inside = collective_time("all_gather", 8e9, 8, 8, H100)
@@ -807,6 +821,11 @@ STEPS = [
     ("train_fsdp.py", 64, "qwen3-30b-a3b", "--bsz 1 --ep 8"),
     ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --grad-acc-steps 16"),
     ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --pp-virtual 4 --grad-acc-steps 16"),
+    ("train_ddp.py", 8, "gpt2-1.5b", "--bsz 1 --grad-acc-steps 7"),
+    ("train_fsdp.py", 8, "llama-3.1-8b", "--bsz 1 --grad-acc-steps 9 --reduce-last"),
+    ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --grad-acc-steps 37"),
+    ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --pp-virtual 4 --grad-acc-steps 40"),
+    ("train_pp.py", 10, "llama-3.1-8b", "--bsz 1 --pp 5 --pp-virtual 2 --grad-acc-steps 40"),
     ("train_pp.py", 16384, "llama-3.1-405b", "--bsz 1 --pp 16 --tp 8 --pp-virtual 4 --global-bsz 2048"),
 ]  # fmt: skip
 

@@ -301,8 +301,8 @@ def family_of(name: str) -> str:
 class Constants:
     """Constants for all devices; configs/hardware.json has the values (`speed_model`).
 
-    They are chosen so that the published figures come out, then rounded, except for attention's on
-    A100 and Hopper. A device's `fitted` values override them.
+    benchmarks/fit_estimate.py computes bandwidth, kernels_modules, kernels_expert and each device's level
+    from published rows. The others are measured, from papers, or assumed. A device's `fitted` override them.
     """
 
     # What a device's matmuls and attention reach of what is said below; of its architecture, if fewer
