@@ -63,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
         platform = "cpu" if args.device == "cpu" else detect_platform()
         resolved = functools.partial(make_plan, args, script, wanted.gpus, platform)
         return fit_memory(lambda gib: resolved(memory_gib=gib).work, list(argv))
+    if wanted.trace and wanted.trainer != "ours":
+        raise UsageError(f"--trace --trainer {wanted.trainer}: only our own model can be traced")
     if wanted.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., cpu (or --fit)")
     if wanted.plan:

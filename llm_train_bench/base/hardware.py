@@ -302,7 +302,8 @@ class Constants:
     """Constants for all devices; configs/hardware.json has the values (`speed_model`).
 
     benchmarks/fit_estimate.py computes bandwidth, kernels_modules, kernels_expert and each device's level
-    from published rows. The others are measured, from papers, or assumed. A device's `fitted` override them.
+    from published rows. The others are measured, from papers, or assumed. A device's `fitted` override
+    them.
     """
 
     # What a device's matmuls and attention reach of what is said below; of its architecture, if fewer

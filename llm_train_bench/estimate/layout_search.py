@@ -10,7 +10,7 @@ from typing import Any
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware
-from llm_train_bench.formulas.memory_model import estimate_memory
+from llm_train_bench.formulas.memory_model import estimate_memory, verdict_of
 from llm_train_bench.formulas.speed_model import SpeedEstimate, estimate_speed, least_time
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
@@ -42,12 +42,15 @@ class Layout:
     script: Script
     flags: dict[str, Any]
     memory: float
+    verdict: str
     speed: SpeedEstimate
     tokens_per_sec: float
 
     def words(self, trainer: str = "ours") -> str:
         """The script and its flags as they are typed; of another trainer, its name and our flags."""
-        return " ".join([self.script if trainer == "ours" else f"{trainer}:", *to_argv(self.flags)])
+        kind = self.script.name.lower()
+        first = self.script if trainer == "ours" else f"{trainer}, {kind}:"
+        return " ".join([first, *to_argv(self.flags)])
 
     def loss(self) -> str:
         """What of the step is not computation, the largest first."""
@@ -130,7 +133,10 @@ def search(
         if len(slowest) == 10 and bound < slowest[-1]:
             break
         speed = estimate_speed(work, gpu)
-        layout = Layout(script, flags, memory, speed, work.batch.tokens_per_step / speed.step_s)
+        verdict = verdict_of(memory, gpu.memory_gib * 2**30, work)
+        layout = Layout(
+            script, flags, memory, verdict, speed, work.batch.tokens_per_step / speed.step_s
+        )
         key = str([script, *(flags.get(name) for name in ("tp", "cp", "ep", "pp", "dp_replicate"))])
         if key not in best or layout.tokens_per_sec > best[key].tokens_per_sec:
             best[key] = layout

@@ -12,7 +12,8 @@ from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
 from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Layout, search
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
-from llm_train_bench.estimate.trainers import plan_by
+from llm_train_bench.estimate.trainers import find_trainer, plan_by
+from llm_train_bench.formulas.memory_model import VERDICTS
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.settings.flags import (
@@ -60,6 +61,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
 
     `changed(flag=value, ...)` are the arguments with other flags.
     """
+    find_trainer(wanted.trainer)
     plain = changed()
     batch, price = plain.part(BatchFlags), plain.part(PeakFlags).usd_per_hour
     seq_len = resolve_seq_len(batch.seq_len, config)
@@ -116,7 +118,8 @@ def show_layouts(
         days = wanted.tokens and wanted.tokens / layout.tokens_per_sec / 86400
         usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * gpus
         rate, memory = layout.tokens_per_sec / gpus, layout.memory / BYTES_PER_GIB
-        cells = (f"{rate:,.0f}", f"{memory:,.1f}", number(days, ",.1f"), number(usd, ",.0f"))
+        need = f"{memory:,.1f}" + ("" if layout.verdict == VERDICTS[0] else ", may not fit")
+        cells = (f"{rate:,.0f}", need, number(days, ",.1f"), number(usd, ",.0f"))
         table.add_row(layout.words(wanted.trainer), *cells, layout.loss())
     show_whole(table)
     if not best:

@@ -47,6 +47,18 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
     trainer = find_trainer(name)
     if trainer == Trainer():
         return make_plan(check(args, script), script, *others, **more)
+    for what, given in {
+        "--cpu-offload": args.cpu_offload,
+        "--bf16-weights": args.bf16_weights != "off",
+        "--fp8-all-gather": args.fp8_all_gather,
+        "--fp8-emulate": args.fp8_emulate,
+        "--mtp with --lora-rank": args.mtp is not None and args.lora_rank,
+        "--amp off": args.amp == "off" and trainer.weights != "fp32",
+    }.items():
+        if given:
+            raise UsageError(
+                f"{what} --trainer {name}: is known of our own scripts alone; leave it out"
+            )
     taken = [*dataclasses.fields(Fp8Flags), *dataclasses.fields(LoraFlags)]
     plain = dataclasses.replace(args, **{field.name: field.default for field in taken})
     plain = dataclasses.replace(plain, sac_policy="block")
@@ -57,8 +69,15 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
     if args.use_fp8:
         if not trainer.modules:
             refuse_te(work.config, f"--use-fp8 --trainer {name}")
-        recipe = "current" if args.fp8_recipe == "auto" else args.fp8_recipe
+        torchao = args.fp8_backend == "torchao" or not (trainer.modules or args.fp8_backend == "te")
+        recipe = args.fp8_recipe
+        if recipe == "auto":
+            recipe = "tensorwise" if torchao else "current"
         backend = "torchao" if recipe in get_args(TorchaoRecipe) else "te"
+        if args.fp8_backend not in ("auto", backend):
+            raise UsageError(
+                f"--fp8-recipe {recipe} is of {backend}, not --fp8-backend {args.fp8_backend}"
+            )
         work = dataclasses.replace(work, fp8=Fp8Work(backend, recipe))
     if args.lora_rank:
         work = dataclasses.replace(work, lora=resolve_lora(args.part(LoraFlags), work))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.parameters import Shapes, layer_names, matrices, parameter_shapes
-from llm_train_bench.formulas.work import Fsdp, Work, alike
+from llm_train_bench.formulas.work import Fsdp, Trainer, Work, alike
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
 from llm_train_bench.model.shares import divided, part_shape, sharded_dimension
@@ -83,18 +83,23 @@ def _gathered_in_fp8(work: Work) -> tuple[str, ...]:
     return tuple(f".{names[x]}.weight" for x in work.fp8.layers if work.fp8.gathered)
 
 
+def padded_size(work: Work, part: Part) -> int:
+    """Numbers of a parameter as they are gathered: our scripts' FSDP2 pads them, others' buffers are
+    flat."""
+    return part.padded if work.trainer == Trainer() else math.prod(part.shape)
+
+
 def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int, int, int]:
     """Bytes of a parameter in one all-gather, reduce-scatter and all-reduce of FSDP."""
+    size = padded_size(work, part)
     exact = part.name.endswith(".router.weight") and work.config.experts.exact_router
     width = 4 if exact and work.bf16_weights == "off" else work.matmul_bytes
     if part.layer >= 0 and part.name.endswith(in_fp8):
         width = fp8_gather_bytes(work)
     learns = not work.lora or part.name.endswith((".lora_a", ".lora_b"))
-    reduced = part.padded * work.fsdp.reduce_bytes * (work.trains and learns)
+    reduced = size * work.fsdp.reduce_bytes * (work.trains and learns)
     replicated = reduced // part.mesh * (work.fsdp.replicas > 1)
-    return (
-        (round(part.padded * width), reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
-    )
+    return (round(size * width), reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
 
 
 def bucket_bytes(work: Work, size: float) -> float:

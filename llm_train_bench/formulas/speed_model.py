@@ -308,6 +308,10 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
         # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
         moved += 6 * n
     held = sum(math.prod(part.shape) / part.mesh for part in parts)
+    if work.trainer.zero == 0:
+        held = n
+    elif work.trainer.zero < 3:
+        held /= fsdp.replicas if fsdp else work.world
     if work.lora:  # adapters are learnt
         held = work.lora.numbers_of(work.layers_of(pp_rank)) / fsdp.shards
     return moved / gpu.memory_rate, held

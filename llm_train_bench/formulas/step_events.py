@@ -136,7 +136,7 @@ def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
         passes.append(("backward", layers[::-1], pieces.backward, reshard))
     n_micro = work.batch.grad_acc_steps
     for micro in range(n_micro):
-        reduces = micro + 1 == n_micro or not (work.fsdp.reduce_last or trainer.zero == 1)
+        reduces = micro + 1 == n_micro or not (work.fsdp.reduce_last or trainer.zero < 2)
         fetches = micro == 0 or not whole
         ready = clock.run(0, "network", "gather the rest", fetches * units[-1][0], end)
         for name, order, seconds, again in passes:
