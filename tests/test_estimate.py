@@ -367,7 +367,9 @@ def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated, capsys):
     assert made["tokens_per_sec_per_gpu"] == pytest.approx(published.predicted(row, work, gpu))
     for flags, why in (
         ("--trainer nobody", "unknown; known are ours, torchtitan"),
-        ("--trainer megatron --use-fp8 --amp off", "need --amp bf16"),
+        ("--trainer foundry --use-fp8 --amp off", "need --amp bf16"),
+        ("--trainer megatron --gpus 8 --cpu-offload", "our own scripts alone"),
+        ("--trainer megatron --trace", "our own model"),
         ("--trainer torchtitan --use-fp8", "has experts"),
         ("--trainer ours --use-fp8 --tp 2 --gpus 8", "--tp"),
     ):

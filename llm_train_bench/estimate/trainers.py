@@ -6,7 +6,7 @@ import json
 from typing import Any, get_args
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.formulas.work import Fp8Work, Trainer, Work
+from llm_train_bench.formulas.work import OUR_TRAINER, Fp8Work, Trainer, Work
 from llm_train_bench.model.json_keys import CONFIGS
 from llm_train_bench.settings.flags import Args, Fp8Flags, LoraFlags, Script, TorchaoRecipe
 from llm_train_bench.settings.plan import Plan, make_plan, refuse_te, resolve_lora
@@ -24,7 +24,8 @@ def find_trainer(name: str) -> Trainer:
     """The trainer of that name; UsageError with the known ones."""
     if name not in _entries():
         raise UsageError(f"--trainer {name}: unknown; known are {', '.join(_entries())}")
-    choices = _entries()[name]["choices"]
+    if not (choices := _entries()[name]["choices"]):
+        return OUR_TRAINER
     exchanges = tuple(choices.get("exchanges", ()))
     return Trainer(**(choices | {"exchanges": exchanges}))
 
@@ -45,7 +46,7 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
     Other trainers have FP8 and LoRA in layouts where our scripts refuse them.
     """
     trainer = find_trainer(name)
-    if trainer == Trainer():
+    if trainer is OUR_TRAINER:
         return make_plan(check(args, script), script, *others, **more)
     for what, given in {
         "--cpu-offload": args.cpu_offload,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.parameters import Shapes, layer_names, matrices, parameter_shapes
-from llm_train_bench.formulas.work import Fsdp, Trainer, Work, alike
+from llm_train_bench.formulas.work import OUR_TRAINER, Fsdp, Work, alike
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
 from llm_train_bench.model.shares import divided, part_shape, sharded_dimension
@@ -86,7 +86,7 @@ def _gathered_in_fp8(work: Work) -> tuple[str, ...]:
 def padded_size(work: Work, part: Part) -> int:
     """Numbers of a parameter as they are gathered: our scripts' FSDP2 pads them, others' buffers are
     flat."""
-    return part.padded if work.trainer == Trainer() else math.prod(part.shape)
+    return part.padded if work.trainer is OUR_TRAINER else math.prod(part.shape)
 
 
 def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from llm_train_bench.formulas.collectives import fp8_gather_bytes, padded_size, rank_matrices
-from llm_train_bench.formulas.work import Trainer, Work, alike
+from llm_train_bench.formulas.work import OUR_TRAINER, Work, alike
 from llm_train_bench.model.chunks import chunk_rows
 
 # Memory on a GPU besides PyTorch's tensors. CUDA context and libraries, and communication buffers:
@@ -64,7 +64,7 @@ def verdict_of(needed: float, memory: float, work: Work) -> str:
 
 def sure_part(work: Work) -> float:
     """The part of a device's memory up to which a step fits."""
-    return OURS_FITS if work.trainer == Trainer() else OTHERS_FIT
+    return OURS_FITS if work.trainer is OUR_TRAINER else OTHERS_FIT
 
 
 def estimate_memory(

@@ -6,6 +6,7 @@ Needs no torch. llm_train_bench/settings/plan.py makes a `Work` of the flags, th
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
@@ -166,13 +167,30 @@ class Fsdp:
 NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
 
 
+@functools.lru_cache(maxsize=64)
+def _layer_kinds(config: ModelConfig) -> list[tuple[Any, ...]]:
+    """What of a block decides its time and memory; cached, since a search asks for it again and again."""
+    blocks = range(config.num_blocks)
+    return [(tuple(config.block_shapes(i)), config.windows[i]) for i in blocks]
+
+
+@functools.lru_cache(maxsize=64)
+def _block_parameters(config: ModelConfig) -> list[int]:
+    numbers = []
+    for i in range(config.num_blocks):
+        experts = config.expert_shapes(i).values()
+        number = config.experts.number if experts else 0
+        shared = sum(n * k for n, k in config.block_shapes(i).values())
+        numbers.append(shared + number * sum(n * k for n, k in experts))
+    return numbers
+
+
 def alike(work: "Work", layers: Iterable[int]) -> list[list[int]]:
     """These blocks, those of a kind together: of the same parts and window, recomputed or not."""
-    found: dict[tuple[tuple[str, ...], int | None, bool], list[int]] = {}
-    again, config = set(work.recompute.blocks), work.config
+    found: dict[Any, list[int]] = {}
+    again, kinds = set(work.recompute.blocks), _layer_kinds(work.config)
     for layer in layers:
-        kind = tuple(config.block_shapes(layer)), config.windows[layer], layer in again
-        found.setdefault(kind, []).append(layer)
+        found.setdefault((kinds[layer], layer in again), []).append(layer)
     return list(found.values())
 
 
@@ -230,6 +248,9 @@ class Trainer:
         return {"fp32": 4, "bf16": 2, "8bit": 1}[self.moments]
 
 
+OUR_TRAINER = Trainer()
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """One optimizer step. At most one of `ddp` and `fsdp` is used; without both one device works.
@@ -264,7 +285,7 @@ class Work:
     fp8: Fp8Work = NO_FP8
     ddp: Ddp = NO_DDP
     fsdp: Fsdp = NO_FSDP
-    trainer: Trainer = Trainer()
+    trainer: Trainer = OUR_TRAINER
 
     @property
     def trains(self) -> bool:
@@ -334,16 +355,10 @@ class Work:
         """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
         return self.fsdp.layers_of(self.config.num_blocks, pp_rank)
 
-    @functools.cached_property
+    @property
     def block_parameters(self) -> list[int]:
         """Numbers in the matrices of each block."""
-        config, numbers = self.config, []
-        for i in self.layers:
-            experts = config.expert_shapes(i).values()
-            number = config.experts.number if experts else 0
-            shared = sum(n * k for n, k in config.block_shapes(i).values())
-            numbers.append(shared + number * sum(n * k for n, k in experts))
-        return numbers
+        return _block_parameters(self.config)
 
     def with_micro_batch(self, bsz: int) -> "Work":
         """The same step with another micro batch; only memory formulas may ask, totals stay."""
