@@ -68,6 +68,17 @@ def steps_in(place) -> list[str]:
     return [path.name[-2:] for path in committed(place)]
 
 
+def test_an_attempt_with_nothing_left_to_do_removes_older_checkpoints(tmp_path):
+    """The one before was killed after its last checkpoint had its name, before older ones went."""
+    argv = faults.arguments(tmp_path, "r")
+    faults.run_here(argv)
+    (place,) = faults.places(tmp_path, "r")
+    kept = [path.name for path in faults.committed(place)]
+    shutil.copytree(place / kept[-1], place / "step-00000001")
+    faults.run_here(argv)
+    assert [path.name for path in faults.committed(place)] == kept and len(kept) == 2
+
+
 @pytest.mark.parametrize(
     ("part", "count"), [("states", 0), ("errors", 0), ("pieces", 0), ("damage", 200), ("kills", 6)]
 )

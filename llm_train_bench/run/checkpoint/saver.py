@@ -128,6 +128,10 @@ class Saver:
         if run.ranks.world > 1:
             timeout = datetime.timedelta(seconds=self.flags.save_timeout)
             self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+        if (
+            before and run.ranks.main
+        ):  # the attempt before may have been killed as it removed older ones
+            self._retain()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -305,6 +309,10 @@ class Saver:
         if not save.fate.acquire(blocking=False):
             raise ValueError("given up")
         commit(part, final, self.files)
+        self._retain()
+
+    def _retain(self) -> None:
+        """Remove older checkpoints than are to be kept."""
         places = sorted({*self.run.attempt.places, self.directory})
         if why := failure_of(manifests.retain, places, self.flags.save_keep, self.files):
             self._tell(f"older checkpoints stay: {why}")
