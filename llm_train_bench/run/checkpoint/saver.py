@@ -128,9 +128,8 @@ class Saver:
         if run.ranks.world > 1:
             timeout = datetime.timedelta(seconds=self.flags.save_timeout)
             self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-        if (
-            before and run.ranks.main
-        ):  # the attempt before may have been killed as it removed older ones
+        # The attempt before may have been killed as it removed older ones.
+        if before and run.ranks.main:
             self._retain()
 
     @contextlib.contextmanager
