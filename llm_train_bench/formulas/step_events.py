@@ -157,8 +157,7 @@ def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
             if name == "forward":
                 end = ready = clock.run(0, "compute", f"head and loss #{micro}", pieces.head)
             elif reduces:
-                last = clock.run(0, "network", "reduce the rest", units[-1][1], end)
-                end = end if n_micro > micro + 1 else last
+                end = clock.run(0, "network", "reduce the rest", units[-1][1], end)
     return clock.run(0, "compute", "optimizer", pieces.optimizer, end)
 
 
