@@ -263,14 +263,8 @@ def planned_by(
 
 def show_plans() -> None:
     """What --plan finds in the trainer's preset, for the GPUs, length and batch of published layouts."""
-    columns = (
-        "published",
-        "tokens/s/GPU",
-        "estimated",
-        "best plan",
-        "estimated",
-        "theirs is",
-        "seconds",
+    columns = "published, tokens/s/GPU, estimated, best plan, estimated, theirs is, seconds".split(
+        ", "
     )
     table = markdown_table(*columns, left=("published", "best plan"))
     for file, gpus, seq_len, fp8 in PLANS:
@@ -290,21 +284,15 @@ def show_plans() -> None:
         config, trainer = work.config, row["trainer"]
         make = functools.partial(planned_by, trainer, args, gpu, config, compiled)
 
-        batch, began = (
-            {"global_bsz": work.batch.global_batch, "seq_len": seq_len},
-            time.perf_counter(),
-        )
+        batch = {"global_bsz": work.batch.global_batch, "seq_len": seq_len}
+        began = time.perf_counter()
         best, _, _ = search(config, gpu, gpus, batch, make)
         seconds = time.perf_counter() - began
         theirs = (work.fsdp.tp, work.fsdp.cp, work.fsdp.ep, work.fsdp.pp)
         found = [tuple(x.flags.get(k, 1) for k in ("tp", "cp", "ep", "pp")) for x in best]
         place = f"number {found.index(theirs) + 1}" if theirs in found else "not among ten"
-        words = (
-            best[0].words().replace(f" --global-bsz {work.batch.global_batch}", "")
-            if best
-            else "none"
-        )
-        rates = predicted(row, work, gpu), best[0].tokens_per_sec / gpus if best else 0.0
+        words = best[0].words().replace(f" --global-bsz {batch['global_bsz']}", "")
+        rates = predicted(row, work, gpu), best[0].tokens_per_sec / gpus
         name = f"{row['trainer']}: {gpus} x {row['gpu']}, {row.get('model', '')} T{seq_len} "
         name += row["flags"]
         shown = f"{row['tokens_per_sec_per_gpu']:,.0f}", f"{rates[0]:,.0f}"

@@ -740,6 +740,18 @@ def test_a_trainer_that_shares_the_optimizer_alone_gathers_and_reduces_once_a_st
     assert theirs[1] == pytest.approx(theirs[0], rel=0.02) and theirs[0] < 0.8 * ours[0]
 
 
+def test_a_rack_of_gb200_is_one_domain_and_old_gpus_have_no_bf16(estimated, output_of):
+    argv = "configs/deepseek-v3-proxy.json --gpus 64 --bsz 1 --seq-len 4096 --ep 64 --gpu"
+    rack, nodes = (
+        estimated(argv, gpu)["parts_s"]["tokens between ranks"]
+        for gpu in ("gb200", "gb200 --per-node 8")
+    )
+    assert nodes > 5 * rack > 0
+    assert estimated(argv, "b200")["parts_s"]["tokens between ranks"] > 5 * rack
+    assert "T4 has no bf16" in output_of(estimate.main, f"{GPT2} --gpu t4 --bsz 1")
+    assert "bf16" not in output_of(estimate.main, f"{GPT2} --gpu t4 --bsz 1 --amp fp16")
+
+
 def test_collectives_by_hand():
     """8 GPUs, 8 GB: 7/8 of it at 361 GB/s and 32 us of latency; on 2 nodes no faster than 8 x 45."""
     inside = collective_time("all_gather", 8e9, 8, 8, H100)

@@ -67,8 +67,7 @@ def powers(limit: int) -> list[int]:
 def layouts(
     config: ModelConfig, gpus: int, per_node: int, seq_len: int
 ) -> Iterator[tuple[Script, dict[str, Any]]]:
-    """Ways to share a model out among GPUs; experts from eight ranks on, stages by any number that
-    divides."""
+    """Ways to share a model out; experts from eight ranks on, stages by any number that divides."""
     if gpus == 1:
         yield Script.ONE, {}
         return

@@ -235,12 +235,12 @@ def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]
     factor = speed_factor(work, gpu, measured)
     by = f"calibrated: by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
     traits = (
-        ("model with experts", bool(work.config.experts), bool(planned.config.experts)),
+        ("kind of model, dense or with experts", bool(work.config.experts), bool(planned.config.experts)),
         ("format", (work.amp, bool(work.fp8)), (planned.amp, bool(planned.fp8))),
         ("choice of --pt-compile", work.compiled, planned.compiled),
     )
     if other := [name for name, here, there in traits if here != there]:
-        by += f"; but the {' and the '.join(other)} differ from that run's, which one factor cannot carry"
+        by += f"; that run had another {' and another '.join(other)}, which one factor cannot carry"
     return scaled(gpu, factor, factor), by
 
 
@@ -257,8 +257,7 @@ def speed_factor(work: Work, gpu: Hardware, measured: float) -> float:
 def nearest_changes(
     planned: Callable[[dict[str, Any], int], Plan], work: Work, gpu: Hardware
 ) -> list[str]:
-    """Lines on the three fastest near changes that fit, or may fit; `planned(flags, gpus)` plans with
-    other flags."""
+    """Lines on the three fastest near changes that fit, or may; `planned(flags, gpus)` plans them."""
     gpus, fitting, seen = work.world, [], {work}
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if n < work.batch.micro_batch]
     tries: list[tuple[dict[str, Any], int]] = [({"bsz": n}, gpus) for n in sizes]

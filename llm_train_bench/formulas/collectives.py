@@ -84,8 +84,7 @@ def _gathered_in_fp8(work: Work) -> tuple[str, ...]:
 
 
 def padded_size(work: Work, part: Part) -> int:
-    """Numbers of a parameter as they are gathered: our scripts' FSDP2 pads them, others' buffers are
-    flat."""
+    """Numbers of a parameter as they are gathered: padded by our scripts, in flat buffers by others."""
     return part.padded if work.trainer is OUR_TRAINER else math.prod(part.shape)
 
 
@@ -282,9 +281,7 @@ def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hard
     return twice * (latency + size * (ranks - 1) / ranks / (bus * 1e9))
 
 
-def unit_times(
-    work: Work, gpu: Hardware, per_node: int, pp_rank: int
-) -> dict[int, tuple[float, float]]:
+def unit_times(work: Work, gpu: Hardware, pp_rank: int) -> dict[int, tuple[float, float]]:
     """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
     fsdp, in_fp8, times = work.fsdp, _gathered_in_fp8(work), {}
     units = {layer: {} for layer in (-1, *work.layers_of(pp_rank))}
@@ -295,22 +292,22 @@ def unit_times(
     for layer, meshes in units.items():
         gather = reduce = 0.0
         for mesh, (gathered, reduced, replicated) in meshes.items():
-            near = max(1, per_node * mesh // fsdp.shards)  # ranks of the mesh in a node
+            near = max(1, gpu.per_node * mesh // fsdp.shards)  # ranks of the mesh in a node
             gather += collective_time("all_gather", gathered, mesh, near, gpu)
             reduce += collective_time("reduce_scatter", reduced, mesh, near, gpu)
             # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
-            apart = max(1, per_node // fsdp.shards)
+            apart = max(1, gpu.per_node // fsdp.shards)
             reduce += collective_time("all_reduce", replicated, fsdp.replicas, apart, gpu)
         times[layer] = gather, reduce
     return times
 
 
-def token_time(work: Work, gpu: Hardware, per_node: int, pp_rank: int) -> dict[str, float]:
+def token_time(work: Work, gpu: Hardware, pp_rank: int) -> dict[str, float]:
     """Seconds in which tokens of a micro batch move between ranks, by dimension: tp, cp and ep."""
     seconds = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
     for same in alike(work, work.layers_of(pp_rank)) if work.fsdp.divided else ():
         for move in token_moves(work, same[0]):
-            near = max(1, per_node // move.apart)
+            near = max(1, gpu.per_node // move.apart)
             taken = collective_time(move.kind, move.size, move.ranks, near, gpu)
             if move.of == "ep" and "rows once" in work.trainer.exchanges and move.ranks > 1:
                 taken *= _rows_once(work, min(near, move.ranks))
@@ -324,14 +321,13 @@ def _rows_once(work: Work, near: int) -> float:
     Of k experts chosen alike, n places see n (1 - (1 - 1/n)^k) tokens of k.
     """
     k = work.config.experts.per_token
-    places = max(work.fsdp.ep // near, 1)
-    places = places if places > 1 else work.fsdp.ep
+    places = work.fsdp.ep // near if work.fsdp.ep > near else work.fsdp.ep
     return places * (1 - (1 - 1 / places) ** k) / k
 
 
-def send_time(work: Work, gpu: Hardware, per_node: int) -> float:
+def send_time(work: Work, gpu: Hardware) -> float:
     """Seconds to hand the residual stream of a micro batch to the next stage of a pipeline."""
-    c, near = gpu.constants, work.world <= per_node
+    c, near = gpu.constants, work.world <= gpu.per_node
     size = work.own_tokens * work.config.hidden_size * work.matmul_bytes
     rate = gpu.ring_gb_per_s if near else c.network * gpu.nic_gb_per_s
     return c.latency_s + (0 if near else c.latency_node_s) + size / (rate * 1e9)

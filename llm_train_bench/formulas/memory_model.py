@@ -277,14 +277,13 @@ class _Sizes:
         self.root = numbers.pop(-1)
         self.block, self.blocks_here = max(numbers.values()), sum(numbers.values())
         self.copies = self.block_copies = self.root_gathered = self.gathered_blocks = 0.0
-        if fsdp and work.trainer.zero < 3:
-            pass  # weights are kept as they are computed with
-        elif fsdp.shards > 1 or fsdp.divided:
+        kept = fsdp and work.trainer.zero < 3  # weights, as they are computed with
+        if not kept and (fsdp.shards > 1 or fsdp.divided):
             self.root_gathered = self.width * self.root
             ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
             width = fp8_gather_bytes(work) if fp8 and fp8.gathered else self.width
             self.gathered_blocks = width * ahead
-        elif work.amp != "off" and work.weight_bytes == 4 and work.lora.base_bytes == 4:
+        elif not kept and work.amp != "off" and work.weight_bytes == work.lora.base_bytes == 4:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
         width = config.hidden_size if work.trains and not work.lora else 0

@@ -48,8 +48,8 @@ class SpeedEstimate:
     """Seconds of one optimizer step on one device.
 
     The `parts` add up to the step, except for "hidden communication". "tokens between ranks" is the time
-    of tensor, context and expert parallelism. "beside communication" is what
-    computation loses to communication that runs beside it.
+    of tensor, context and expert parallelism. "beside communication" is what computation loses to
+    communication that runs beside it.
     """
 
     step_s: float
@@ -58,16 +58,15 @@ class SpeedEstimate:
     parts: dict[str, float]
 
 
-def estimate_speed(work: Work, gpu: Hardware, per_node: int | None = None) -> SpeedEstimate:
-    """The time of a step; `per_node` GPUs share fast links (if not given, as many as the device has).
+def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
+    """The time of a step.
 
     Each group of a pipeline has the seconds of its pieces; step_events.py lays them out.
     """
-    groups = [group_pieces(work, gpu, per_node, group) for group in range(work.fsdp.pp)]
+    groups = [group_pieces(work, gpu, group) for group in range(work.fsdp.pp)]
     pieces = [piece for piece, _ in groups]
-    around = surroundings(work, gpu, per_node)
-    laid = step_seconds(work, pieces, around, gpu.platform == "cpu")
-    micro_steps, slowest = work.batch.grad_acc_steps, slowest_node(work, gpu, per_node)
+    laid = step_seconds(work, pieces, surroundings(work, gpu), gpu.platform == "cpu")
+    micro_steps, slowest = work.batch.grad_acc_steps, slowest_node(work, gpu)
     pace = max(range(work.fsdp.pp), key=lambda group: pieces[group].computing)
     idle = laid.seconds - micro_steps * pieces[pace].computing - pieces[pace].optimizer
     idle = idle if idle > 1e-12 else 0.0  # below a picosecond it is rounding
@@ -85,12 +84,12 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int | None = None) -> Sp
 
 
 def least_time(work: Work, gpu: Hardware) -> float:
-    """A bound on a step's time that needs no events [s]: the last group's computation, and the bubble.
+    """A bound on a step's time without events [s]: the last group's computation and the bubble, less 3 %.
 
     The bubble of a pipeline is (p - 1) / v micro batches (Narayanan et al. 2021, section 2.2).
     """
     fsdp = work.fsdp
-    piece, _ = group_pieces(work, gpu, None, fsdp.pp - 1)
+    piece, _ = group_pieces(work, gpu, fsdp.pp - 1)
     bubble = (fsdp.pp - 1) / fsdp.virtual * (piece.computing - piece.head)
     computing = work.batch.grad_acc_steps * piece.computing + bubble * (fsdp.pp > 1)
     return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
@@ -98,23 +97,21 @@ def least_time(work: Work, gpu: Hardware) -> float:
 
 def timeline(work: Work, gpu: Hardware) -> tuple[list[Event], float]:
     """All events of a step, and its seconds."""
-    pieces = [group_pieces(work, gpu, None, group)[0] for group in range(work.fsdp.pp)]
+    pieces = [group_pieces(work, gpu, group)[0] for group in range(work.fsdp.pp)]
     events: list[Event] = []
     clock = Clock(gpu.platform == "cpu", events)
-    seconds = lay_out(work, pieces, surroundings(work, gpu, None), clock).seconds
+    seconds = lay_out(work, pieces, surroundings(work, gpu), clock).seconds
     slowest = slowest_node(work, gpu)
     times = [(e, slowest * e.start_s, slowest * e.end_s) for e in events]
     return [dataclasses.replace(e, start_s=s, end_s=t) for e, s, t in times], seconds * slowest
 
 
-def group_pieces(
-    work: Work, gpu: Hardware, per_node: int | None, pp_rank: int
-) -> tuple[Pieces, dict[str, float]]:
+def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[str, float]]:
     """The pieces of a group of ranks, and what a micro batch's computation consists of [s].
 
     Casts, copies and launches lie on blocks and head alike, what moves tokens on the blocks.
     """
-    per_node, c, layers = per_node or gpu.per_node, gpu.constants, work.layers_of(pp_rank)
+    c, layers = gpu.constants, work.layers_of(pp_rank)
     passes: dict[int, tuple[float, float]] = {}
     times = [0.0, 0.0, 0.0]
     for same in alike(work, layers):
@@ -128,7 +125,7 @@ def group_pieces(
     head = head_time(work, gpu) if last else (0.0, 0.0)
     memory, held = _weights_time(work, gpu, pp_rank)
     time = PartTime(times[0] + head[0], times[1], times[2] + head[1] + memory)
-    moves = _moves(work, time, token_time(work, gpu, per_node, pp_rank))
+    moves = _moves(work, time, token_time(work, gpu, pp_rank))
     compute = sum(time)
     communicates = work.world > 1 and (work.fsdp or work.trains)
     beside = compute * c.beside_communication * bool(communicates)
@@ -143,10 +140,10 @@ def group_pieces(
     each = stretch + moves / (forward + backward)
     units, after = {}, 0.0
     if work.fsdp:
-        units = unit_times(work, gpu, per_node, pp_rank)
+        units = unit_times(work, gpu, pp_rank)
     elif work.ddp.zero1 and work.pass_type == "step":
         size = ddp_bytes(_learnt(work), work).get("all_gather", 0)
-        after = collective_time("all_gather", size, work.world, per_node, gpu)
+        after = collective_time("all_gather", size, work.world, gpu.per_node, gpu)
     pieces = Pieces(
         {i: t[0] * each for i, t in passes.items()},
         {i: t[1] * each for i, t in passes.items()},
@@ -191,18 +188,17 @@ def _learnt(work: Work) -> Shapes:
     return adapter_shapes(work) or matrices(parameter_shapes(work.config))
 
 
-def surroundings(work: Work, gpu: Hardware, per_node: int | None) -> Around:
+def surroundings(work: Work, gpu: Hardware) -> Around:
     """DDP's buckets, or what a pipeline's sends take."""
-    per_node = per_node or gpu.per_node
     if work.fsdp.pp > 1:
-        return Around(send_s=send_time(work, gpu, per_node))
+        return Around(send_s=send_time(work, gpu))
     size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
     if not size:
         return Around()
     bucket, numbers = bucket_bytes(work, size), work.block_parameters
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
     filled = {layer: size / bucket * numbers[layer] / whole for layer in work.layers}
-    seconds = collective_time("all_reduce", bucket, work.world, per_node, gpu)
+    seconds = collective_time("all_reduce", bucket, work.world, gpu.per_node, gpu)
     return Around(filled, size / bucket, seconds)
 
 
@@ -238,9 +234,9 @@ def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
     return (each * share + 3 * weight) * numbers / gpu.memory_rate
 
 
-def slowest_node(work: Work, gpu: Hardware, per_node: int | None = None) -> float:
+def slowest_node(work: Work, gpu: Hardware) -> float:
     """The factor on a step's time by which all wait for the slowest of several nodes."""
-    nodes = max(1.0, work.world / (per_node or gpu.per_node))
+    nodes = max(1.0, work.world / gpu.per_node)
     return 1 + gpu.constants.slowest_node * math.log2(nodes)
 
 
@@ -288,8 +284,7 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
 
 
 def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float]:
-    """Seconds of a micro batch's casts and copies of weights and gradients; and parameters learnt
-    here."""
+    """Seconds of casts and copies of weights and gradients in a micro batch; parameters learnt here."""
     fsdp, moved = work.fsdp, 0.0
     parts = rank_matrices(work.config, fsdp, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)

@@ -48,8 +48,7 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """DDP's buckets: how many the gradients of blocks and of all fill, and seconds of one; or of a
-    send."""
+    """DDP's buckets: how many gradients of blocks, and all, fill; seconds of one. Or those of a send."""
 
     filled: dict[int, float] = dataclasses.field(default_factory=dict)
     buckets: float = 0.0
@@ -67,8 +66,7 @@ class Laid:
 
 
 class Clock:
-    """When each stream of each group is free, and how long it was busy; and events, if they are
-    wanted."""
+    """When each stream of each group is free, and how long it was busy. It may collect the events."""
 
     def __init__(self, one_stream: bool, events: list[Event] | None = None):
         self.one_stream = one_stream  # a CPU, where exchanges take the cores that compute
