@@ -182,9 +182,7 @@ def test_a_measured_cpu_has_an_estimate(own_hardware, tmp_path, monkeypatch, out
     shown = output_of(
         estimate.main, f"{flags} 8 --pt-compile --gpu cpu --calibrate", tmp_path / "r"
     )
-    assert (
-        "that run had another choice of --pt-compile, which one factor cannot carry" in shown
-    )
+    assert "that run had another choice of --pt-compile, which one factor cannot carry" in shown
     argv = (f"{flags} 16 --gpu h100 --calibrate", tmp_path / "r")
     refused(estimate.main, "was measured on", *argv)
     monkeypatch.setenv("OMP_NUM_THREADS", "77")  # a run would have so many

@@ -235,7 +235,7 @@ def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]
     factor = speed_factor(work, gpu, measured)
     by = f"calibrated: by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
     traits = (
-        ("kind of model, dense or with experts", bool(work.config.experts), bool(planned.config.experts)),
+        ("kind of model", bool(work.config.experts), bool(planned.config.experts)),
         ("format", (work.amp, bool(work.fp8)), (planned.amp, bool(planned.fp8))),
         ("choice of --pt-compile", work.compiled, planned.compiled),
     )
