@@ -293,9 +293,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); `rope` is the tables for T positions."""
-        x = self.layout.gather(x)
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, sum(self.heads), self.head_dim)
+        qkv = self.layout.columns(self.qkv, x).unflatten(-1, (sum(self.heads), self.head_dim))
+        B, T, _, _ = qkv.shape
         if isinstance(self.qkv, BiasApart):
             q, k, v, *gate = SplitHeads.apply(qkv, self.qkv.bias, tuple(self.heads))
         else:
@@ -328,7 +327,7 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Causal self-attention through narrow layers (MLA; DeepSeek-V2, section 2.1), as it is trained.
 
-    Of several ranks each has a part of the heads, and the narrow layers whole.
+    Of several ranks each has a part of the heads, and the narrow layers whole, for its own tokens.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
@@ -353,12 +352,17 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d), as Attention."""
-        x = self.layout.gather(x)
-        m, (B, T, _) = self.sizes, x.shape
-        q = self.q(x) if m.q_rank is None else self.q_up(self.q_down_norm(self.q_down(x)))
-        q, q_rope = q.view(B, T, -1, self.head_dim).split((m.nope_dim, m.rope_dim), dim=-1)
+        m, columns = self.sizes, self.layout.columns
+        if m.q_rank is None:
+            q = columns(self.q, x)
+        else:
+            q = columns(self.q_up, self.q_down_norm(self.q_down(x)))
+        q = q.unflatten(-1, (-1, self.head_dim))
+        q, q_rope = q.split((m.nope_dim, m.rope_dim), dim=-1)
         low, k_rope = self.kv_down(x).split((m.kv_rank, m.rope_dim), dim=-1)
-        kv = self.kv_up(self.kv_down_norm(low)).view(B, T, -1, m.nope_dim + m.value_dim)
+        kv = columns(self.kv_up, self.kv_down_norm(low))
+        kv = kv.unflatten(-1, (-1, m.nope_dim + m.value_dim))
+        k_rope = self.layout.gather(k_rope)
         k, v = kv.split((m.nope_dim, m.value_dim), dim=-1)
         q_rope, k_rope = self.rotate(q_rope, rope), self.rotate(k_rope[:, :, None], rope)
         q = rope.scaled(torch.cat((q, q_rope), dim=-1))
@@ -407,7 +411,7 @@ class MLP(nn.Module):
         self.tanh = config.activation == "gelu_tanh"
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(self.layout.gather(x))
+        h = self.layout.columns(self.up, x)
         apart = isinstance(self.up, BiasApart)
         y = Gelu.apply(h, self.up.bias, self.tanh) if apart else self.activation(h)
         return self.layout.reduce(self.down, y)
@@ -426,5 +430,5 @@ class GatedMLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(self.layout.gather(x)).chunk(2, dim=-1)
+        gate, up = self.layout.columns(self.gate_up, x).chunk(2, dim=-1)
         return self.layout.reduce(self.down, self.activation(gate) * up)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_LORA
-from llm_train_bench.model.shares import divided
+from llm_train_bench.model.shares import cuts, divided
 
 # Queries (B, T, H, D), keys and values (B, S, K, D), a mask and the first head's number to (B, T, H, D).
 Attend = Callable[..., Tensor]
@@ -63,6 +63,10 @@ class Layout:
         """(B, t, d) own tokens to the (B, T / cp, d) of the ranks that share heads."""
         return x
 
+    def columns(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """A linear layer of which each rank has some rows, of `gather(x)`."""
+        return linear(x)
+
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """The inverse, after a linear layer of which each rank has some columns: the sum's own tokens."""
         return linear(x)
@@ -90,6 +94,18 @@ class Layout:
         """What completes and measures the gradients of several ranks (parallel/layout.py), or None."""
         return None
 
+    def scatter(self, x: Tensor) -> Tensor:
+        """The inverse of `gather`: (B, T / cp, d) added up over the ranks that share heads."""
+        return x
+
+    def added(self, numbers: Tensor) -> Tensor:
+        """Numbers added up over the ranks that share heads."""
+        return numbers
+
+    def highest(self, numbers: Tensor) -> Tensor:
+        """The largest of their numbers, without a gradient."""
+        return numbers
+
     def summed(self, numbers: Tensor) -> Tensor:
         """Numbers added up over the ranks that hold other tokens of a step."""
         return numbers
@@ -115,15 +131,17 @@ def own_part(config: ModelConfig, name: str, whole: Tensor, layout: Layout) -> T
     how = divided(config, name)
     if how is None or (n := getattr(layout, how[0])) == 1:
         return whole
-    kind, dim, segments = how
-    rank = getattr(layout, f"{kind}_rank")
-    return torch.cat([s.chunk(n, dim)[rank] for s in whole.split(segments, dim)], dim)
+    kind, dim, _ = how
+    mine = cuts(config, name, n, getattr(layout, f"{kind}_rank"))
+    return torch.cat([whole.narrow(dim, cut.begin, cut.length) for cut in mine], dim)
 
 
 def joined(config: ModelConfig, name: str, parts: list[Tensor]) -> Tensor:
     """The inverse of `own_part`, of the parts of all ranks of its kind, in their order."""
     if (how := divided(config, name)) is None:
         return parts[0]
-    _, dim, segments = how
-    pieces = [part.split([s // len(parts) for s in segments], dim) for part in parts]
-    return torch.cat([piece[i] for i in range(len(segments)) for piece in pieces], dim)
+    pieces = {}  # by their places; ranks may have the same
+    for rank, part in enumerate(parts):
+        mine = cuts(config, name, len(parts), rank)
+        pieces |= zip(mine, part.split([cut.length for cut in mine], how[1]), strict=True)
+    return torch.cat([pieces[cut] for cut in sorted(pieces)], how[1])

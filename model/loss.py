@@ -22,6 +22,8 @@ from llm_train_bench.model.operators import taken
 MASKED = -100
 # (M, K) and (N, K) to (M, N), perhaps into a third tensor: the first times the second transposed.
 Times = Callable[..., Tensor]
+# Numbers of one rank to those of all.
+Sum = Callable[[Tensor], Tensor]
 
 
 def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,6 +71,38 @@ def logits_loss(
     return in_few_passes(logits, logits, target, masked, converts=logits.is_cuda)
 
 
+def parted_loss(
+    added: Sum,
+    highest: Sum,
+    first: int,
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    masks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`logits_loss` of ranks that have some columns each, this one those from `first` on.
+
+    `vocab_size` of its own are no padding. `added` and `highest` join the numbers of all ranks.
+    """
+    column = labels - first
+    here = (column >= 0) & (column < logits.shape[1])
+    target = column.clamp(0, logits.shape[1] - 1)[:, None]
+    wide = logits.float()
+    if logits.shape[1] > vocab_size:
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        wide = wide.masked_fill(columns >= vocab_size, float("-inf"))
+    top = highest(wide.amax(dim=-1))[:, None]
+    at_target = torch.where(here, (wide.gather(1, target) - top).squeeze(1), 0.0)
+    grad = (wide - top).exp_()
+    z, at_target = added(torch.stack((grad.sum(dim=-1), at_target)))
+    loss = z.log() - at_target
+    grad = grad.div_(z[:, None]).scatter_add_(1, target, -here.float()[:, None])
+    if masks:
+        loss = loss.masked_fill(labels < 0, 0.0)
+        grad = grad.masked_fill_((labels < 0)[:, None], 0.0)
+    return loss, grad.to(logits.dtype)
+
+
 def in_few_passes(
     logits: Tensor, low: Tensor, target: Tensor, masked: Tensor | None, converts: bool
 ) -> tuple[Tensor, Tensor]:
@@ -97,7 +131,7 @@ def in_few_passes(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, labels, vocab_size, dtype, rows, chunk_fn, times, want_grad, learns
+        ctx, hidden, weight, labels, vocab_size, dtype, rows, ranks, chunk_fn, times, want_grad, learns
     ):
         low_h = hidden.to(dtype)
         low_w = aligned_weight(weight, dtype) if weight.is_cuda else weight.to(dtype)
@@ -121,7 +155,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         if grad_weight is not None:
             grad_weight = grad_weight[: weight.shape[0]]
-        ctx.grads, ctx.n = (grad_hidden, grad_weight), n
+        ctx.grads, ctx.n = (grad_hidden, grad_weight), n / ranks
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.cat(losses).mean()
 
@@ -134,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = _scaled(grad_hidden, scale, ctx.dtypes[0])
         if grad_weight is not None:
             grad_weight = _scaled(grad_weight, scale, ctx.dtypes[1])
-        return grad_hidden, grad_weight, *[None] * 8
+        return grad_hidden, grad_weight, *[None] * 9
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -191,7 +225,8 @@ def adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 class LinearCrossEntropy(nn.Module):
     """Mean cross-entropy of `hidden @ weight.T` against `labels`, equal to the plain one.
 
-    A module without parameters, so that the chunk function can be compiled in place.
+    A module without parameters, so that the chunk function can be compiled in place. Of several `ranks`
+    that have the same loss each takes as much of its gradient as of its own share of the rows.
     """
 
     def __init__(self, vocab_size: int, chunk_elements: int = CHUNK_ELEMENTS):
@@ -201,6 +236,8 @@ class LinearCrossEntropy(nn.Module):
         self.chunk_fn = logits_loss
         self.masks = False
         self.times: Times = plain_times
+        # Ranks that have some rows of the weight each, and the same hidden states; most rows of one.
+        self.ranks, self.width = 1, 0
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(N, d) hidden states, (V, d) weight and (N,) int64 labels to a scalar in fp32.
@@ -214,10 +251,10 @@ class LinearCrossEntropy(nn.Module):
         want_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         (n, d), V = hidden.shape, weight.shape[0]
         learns = want_grad and weight.requires_grad
-        rows = chunk_rows(n, V, d if learns else 0, self.chunk_elements)
+        rows = chunk_rows(n, self.width or V, d if learns else 0, self.chunk_elements)
         with no_autocast(hidden.device):
             return _LinearCrossEntropy.apply(
-                hidden, weight, labels, self.vocab_size, dtype, rows,
+                hidden, weight, labels, self.vocab_size, dtype, rows, self.ranks,
                 functools.partial(self.chunk_fn, masks=True) if self.masks else self.chunk_fn,
                 self.times, want_grad, learns,
             )  # fmt: skip

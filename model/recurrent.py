@@ -221,8 +221,7 @@ class RecurrentMixer(nn.Module):
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); a `mask` has the starts of documents on x's device."""
         r = self.options
-        x = self.layout.gather(x)
-        q, k, v, z, gates = self.project(x).split(self.sizes, dim=-1)
+        q, k, v, z, gates = self.layout.columns(self.project, x).split(self.sizes, dim=-1)
         q, k = (each.unflatten(-1, (self.groups, r.state)) for each in (q, k))
         if (repeats := self.layout.cp // self.groups) > 1:  # so that each cp rank has a group
             q, k = (each.repeat_interleave(repeats, 2) for each in (q, k))

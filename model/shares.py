@@ -1,8 +1,43 @@
 """How ranks that share a batch divide the parameters of a model. Needs no torch."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from llm_train_bench.model.config import ModelConfig
+
+
+class Cut(NamedTuple):
+    """A rank's part of a segment of a parameter, along the dimension that a layout divides."""
+
+    begin: int
+    """Its place in the whole parameter."""
+    length: int
+    copies: int
+    """Neighbouring ranks that have the same part."""
+
+
+def cuts(config: ModelConfig, name: str, ranks: int, rank: int) -> list[Cut]:
+    """A rank's part of each segment of a divided parameter.
+
+    Parts are as equal as can be. Where there are more ranks than key/value heads, several have the same
+    head.
+    """
+    how, begin, found = divided(config, name), 0, []
+    assert how is not None
+    for i, size in enumerate(how[2]):
+        few = name.split(".")[-2] == "qkv" and i in (1, 2)  # queries and gates have more heads
+        parts = min(ranks, config.num_key_value_heads) if few else ranks
+        copies = ranks // parts
+        first, last = part_of(size, parts, rank // copies)
+        found.append(Cut(begin + first, last - first, copies))
+        begin += size
+    return found
+
+
+def part_of(size: int, parts: int, part: int) -> tuple[int, int]:
+    """Begin and end of one of several parts: the first ones have one more where they are not equal."""
+    each, more = divmod(size, parts)
+    return part * each + min(part, more), (part + 1) * each + min(part + 1, more)
 
 
 def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] | None:
@@ -11,6 +46,8 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
     Each rank has its share of every segment (queries, keys and values; gate and up). None for one that
     every rank has whole.
     """
+    if name in ("embed.weight", "lm_head.weight"):
+        return "tp", 0, (config.padded_vocab_size,)
     if not name.startswith("blocks."):
         return None
     _, layer, *path, kind = name.split(".")
@@ -28,6 +65,8 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
         "attn.qkv": config.qkv_sizes,
         "attn.project": r.segments,
         "attn.conv": r.channels,
+        "attn.q_norm": (config.query_size,),
+        "attn.k_norm": (config.kv_size,),
         "attn.q": (config.query_size,),
         "attn.q_up": (config.query_size,),
         "attn.kv_up": (heads * (config.head_dim - config.rope_dim + config.value_dim),),
@@ -38,6 +77,8 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
     }
     if part == "attn":  # a number for each head
         return "tp", 0, (r.heads if mixes else heads,)
+    if not config.whole_qk_norm:  # of each head alone
+        del rows["attn.q_norm"], rows["attn.k_norm"]
     if not r.delta:
         rows["attn.gated_norm"] = (r.heads * r.head_dim,)
     return ("tp", 0, rows[part]) if part in rows else None
@@ -55,12 +96,13 @@ def whole_shape(config: ModelConfig, name: str, part: Sequence[int]) -> tuple[in
 def part_shape(
     config: ModelConfig, name: str, whole: Sequence[int], ranks: dict[str, int]
 ) -> tuple[int, ...]:
-    """The shape of a rank's part of a parameter, of `ranks` by kind: tp, ep."""
+    """The shape of the first rank's part of a parameter, of `ranks` by kind: tp, ep."""
     how = divided(config, name)
     if how is None:
         return tuple(whole)
     kind, dim, _ = how
-    return (*whole[:dim], whole[dim] // ranks[kind], *whole[dim + 1 :])
+    rows = sum(cut.length for cut in cuts(config, name, ranks[kind], 0))
+    return (*whole[:dim], rows, *whole[dim + 1 :])
 
 
 def sharded_dimension(shape: Sequence[int], ranks: int) -> int:

@@ -4,6 +4,7 @@ GPT-2 and Llama differ in the kind of norm and MLP, in where positions enter and
 config says which, and one block serves both.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -33,9 +34,10 @@ from llm_train_bench.model.layers import (
     rope_tables,
 )
 from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
-from llm_train_bench.model.loss import MASKED, LinearCrossEntropy
+from llm_train_bench.model.loss import MASKED, LinearCrossEntropy, parted_loss
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.recurrent import RecurrentMixer
+from llm_train_bench.model.shares import part_of
 
 
 def saved_ops(attention: bool) -> set:
@@ -192,13 +194,18 @@ class Transformer(HasWeights):
         super().__init__()
         self.config, self.seq_len, self.flex, self.layout = config, seq_len, flex, layout
         d, V = config.hidden_size, config.padded_vocab_size
+        # Rows of embedding and head; ranks that share heads divide them.
+        begin, end = part_of(V, layout.tp, layout.tp_rank)
+        self.rows = range(begin, end)
         whole = range(config.num_hidden_layers)
         layers = whole if layers is None else layers
         self.first, self.last = whole[0] in layers, whole[-1] in layers
         tied = config.tie_word_embeddings
         embeds = self.first or (self.last and tied)
         learned = self.first and config.learned_positions
-        self.register_module("embed", Embedding(V, d, config.pad_token_id) if embeds else None)
+        pad = config.pad_token_id
+        pad = self.rows.index(pad) if pad in self.rows else None
+        self.register_module("embed", Embedding(len(self.rows), d, pad) if embeds else None)
         self.positions = Embedding(config.max_position_embeddings, d) if learned else None
         # By the number of the layer, which is part of its parameters' names.
         ahead = range(len(whole), config.num_blocks) if self.last else ()
@@ -208,8 +215,14 @@ class Transformer(HasWeights):
         self.register_module("norm", norm_of(config) if self.last else None)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
-        self.lm_head = nn.Linear(d, V, bias=False) if self.last and not tied else None
-        self.loss = LinearCrossEntropy(config.vocab_size)
+        heads = self.last and not tied
+        self.lm_head = nn.Linear(d, len(self.rows), bias=False) if heads else None
+        self.loss = LinearCrossEntropy(max(0, min(config.vocab_size - begin, len(self.rows))))
+        if layout.tp > 1:
+            self.loss.ranks, self.loss.width = layout.tp, part_of(V, layout.tp, 0)[1]
+            self.loss.chunk_fn = functools.partial(
+                parted_loss, layout.added, layout.highest, begin
+            )
         # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
         self.ropes: dict[bool, Rope] = {}  # of layers with a window, if these have their own
@@ -236,7 +249,7 @@ class Transformer(HasWeights):
         places = layout.places(T, x.device, documents)
         inside = None if documents is None else documents.places(x.device)
         if self.first:
-            x = self.embed_tokens(x, places.own, inside)
+            x = self.embed_tokens(x, places, inside)
         where, masks = (T, x.device, places.gathered, inside), {}
         rope = local = self.rope_for(*where)
         if self.config.local_rope_theta is not None:
@@ -259,16 +272,16 @@ class Transformer(HasWeights):
         if labels is None:
             return F.linear(self.scaled(x), self.head_weight)[..., : self.config.vocab_size]
         self.loss.masks = documents is not None or self.config.mtp > 0
-        loss = self.loss_of(x, labels, places.own)
+        loss = self.loss_of(x, labels, places)
         further, ahead = [], labels
         for _, block in layers[len(layers) - self.config.mtp :]:
             if None not in masks:
                 masks[None] = self.mask_for(T, None, places, documents, x.device)
             # Where there is no label, any token of the sample.
-            embedded = self.embed_tokens(torch.where(ahead < 0, tokens, ahead), places.own, inside)
+            embedded = self.embed_tokens(torch.where(ahead < 0, tokens, ahead), places, inside)
             x = block(x, rope, masks[None], embedded)
             ahead = F.pad(ahead[:, 1:], (0, 1), value=MASKED).masked_fill(labels < 0, MASKED)
-            further.append(self.loss_of(x, ahead, places.own))
+            further.append(self.loss_of(x, ahead, places))
         if not further:
             return loss
         mean = self.config.mtp_weight * torch.stack(further).mean()
@@ -278,14 +291,20 @@ class Transformer(HasWeights):
         """What the head sees of the last hidden states."""
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
-    def loss_of(self, x: Tensor, labels: Tensor, own: Tensor | None) -> Tensor:
-        """The mean loss of last hidden states (B, t, d), of the (B, T) labels those at `own`."""
-        labels = labels if own is None else labels[:, own]
-        return self.loss(self.scaled(x).flatten(0, 1), self.head_weight, labels.flatten())
+    def loss_of(self, x: Tensor, labels: Tensor, places: Places) -> Tensor:
+        """The mean loss of last hidden states (B, t, d), of the (B, T) labels those of these places.
 
-    def embed_tokens(self, tokens: Tensor, own: Tensor | None, inside: Tensor | None) -> Tensor:
+        Ranks that share heads have the loss of all their tokens.
+        """
+        where = places.gathered
+        labels = labels if where is None else labels[:, where]
+        x = self.layout.gather(self.scaled(x))
+        return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
+
+    def embed_tokens(self, tokens: Tensor, places: Places, inside: Tensor | None) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""
-        x = self.look_up(tokens if own is None else tokens[:, own])
+        own, where = places.own, places.gathered
+        x = self.look_up(tokens if where is None else tokens[:, where])
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.positions is not None:
@@ -301,8 +320,15 @@ class Transformer(HasWeights):
         return x
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids to embeddings (B, T, d)."""
+        """(B, T) ids to embeddings (B, T, d), or of ranks that share heads to those of own tokens."""
         weight = self.embed.weight
+        if self.layout.tp > 1:
+            ids = tokens - self.rows.start
+            here = (ids >= 0) & (ids < len(self.rows))
+            ids = ids.clamp(0, len(self.rows) - 1)
+            wide = weight.float() if weight.device.type == "cpu" else weight
+            x = F.embedding(ids, wide, self.embed.padding_idx).to(weight.dtype)
+            return self.layout.scatter(x * here.unsqueeze(-1)).contiguous()
         if weight.dtype == torch.float32 or weight.device.type != "cpu":
             return self.embed(tokens)
         # FSDP gathered it in low precision; a CPU would sum its gradient so, row by row.

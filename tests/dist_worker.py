@@ -82,6 +82,7 @@ TOKENS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    "all_reduce": "all_reduce",
 }
 
 

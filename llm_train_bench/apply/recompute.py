@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -14,7 +15,8 @@ from llm_train_bench.model.transformer import Transformer, saved_ops
 def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = None) -> None:
     """Let the chosen blocks drop activations in forward and recompute them in backward, in place.
 
-    `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest. The block's
+    `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest; what tp ranks
+    gathered is gathered again. The block's
     forward is replaced, not the block, so that parameter names stay as they are. Apply before
     compilation and before sharding. FP8 libraries have checkpoints that ignore the options.
     """
@@ -24,8 +26,12 @@ def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = 
     if recompute.policy == "op":
         ops = saved_ops(attention=not in_attention)
 
+        layout: Any = model.layout
+
         def keep(context, op, *args, **kwargs) -> CheckpointPolicy:
-            return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+            gathers = op is torch.ops._c10d_functional.all_gather_into_tensor.default
+            keeps = op in ops and not (gathers and args[2] == layout.names.get("tp"))
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
     for layer, block in model.blocks.items():

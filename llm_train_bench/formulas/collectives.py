@@ -8,7 +8,8 @@ first two, twice that for the third.
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
@@ -127,7 +128,7 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
         moved["all_gather"] += micro_steps * gathers * gathered
         moved["reduce_scatter"] += reductions * reduced
         moved["all_reduce"] += reductions * replicated
-        if block and divided(config, part.name) is None and fsdp.tp > 1:
+        if divided(config, part.name) is None and fsdp.tp > 1:
             rows, *rest = part.shape
             partial += min(-(-rows // part.mesh), rows) * math.prod(rest)
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
@@ -135,9 +136,8 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
         if config.experts and config.experts.correction_rate:
             routers = sum(config.has_experts(i) for i in layers)
             moved["all_reduce"] += 4 * config.experts.number * routers
-    for layer in layers:
-        for move in token_moves(work, layer):
-            moved[move.kind] += n_micro * move.calls * move.size
+    for move in (*chain(*(token_moves(work, layer) for layer in layers)), *end_moves(work, layers)):
+        moved[move.kind] += n_micro * move.calls * move.size
     moved["send"] = _sent_bytes(shapes, work, pp_rank)
     return {kind: size for kind, size in moved.items() if size}
 
@@ -156,9 +156,8 @@ def rank_parameters(
         layer, mesh = (int(number) if kind == "blocks" else -1), fsdp.shards
         if not (layer in layers or kind in roots):
             continue
-        if layer >= 0:
-            how = divided(config, name)
-            mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
+        how = divided(config, name)
+        mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
         part = part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep})
         rows = part[sharded_dimension(part, mesh)]
         yield Part(name, layer, part, mesh, -(-rows // mesh) * mesh * math.prod(part) // rows)
@@ -186,7 +185,7 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
     )
     if work.config.tie_word_embeddings and work.pass_type == "step" and pp_rank in (0, fsdp.pp - 1):
         rows, width = shapes["embed.weight"]
-        sent += 4 * -(-rows // fsdp.shards) * width
+        sent += 4 * -(-(-(-rows // fsdp.tp)) // (fsdp.shards // fsdp.tp)) * width
     return sent
 
 
@@ -201,6 +200,26 @@ class TokenMoves(NamedTuple):
     size: int
     ranks: int
     apart: int
+    beside: bool = False
+    """Whether a product of the same layer is computed meanwhile."""
+
+
+def end_moves(work: Work, layers: Collection[int]) -> Iterator[TokenMoves]:
+    """What tokens of a micro batch move for embedding and loss, of which each tp rank has some rows.
+
+    Embeddings are added up for own tokens, and the last hidden states gathered. In the loss a maximum and
+    two sums of each token pass, in fp32.
+    """
+    fsdp, config, back, heads = work.fsdp, work.config, int(work.trains), 1 + work.config.mtp
+    last = config.num_hidden_layers - 1 in layers
+    embeds = (0 in layers) + config.mtp * last
+    if fsdp.tp == 1:
+        return
+    size = work.gathered_tokens * config.hidden_size * work.matmul_bytes
+    gathers, reductions = last * heads + embeds * back, embeds + last * heads * back
+    yield TokenMoves("tp", "all_gather", gathers, size, fsdp.tp, 1)
+    yield TokenMoves("tp", "reduce_scatter", reductions, size, fsdp.tp, 1)
+    yield TokenMoves("tp", "all_reduce", last * heads, 12 * work.gathered_tokens, fsdp.tp, 1)
 
 
 def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
@@ -221,14 +240,27 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         mixes = layer not in config.mlp_alone
         follows = layer not in config.mixer_alone and bool(not experts or experts.shared_size)
         places = mixes + follows
-        # Each place gathers and reduces forward, and the other way round backward.
-        yield TokenMoves("tp", "all_gather", places * passes, gathered, fsdp.tp, 1)
+        # Each place gathers and reduces forward, and the other way round backward. What ranks keep is
+        # their shards: backward gathers it again, beside the gradient of the input.
+        repeats = int(layer in work.recompute.blocks and work.trains and work.recompute.policy != "cheap")
+        inputs = [config.hidden_size] * places
+        if mixes and (m := config.latent) and layer not in config.recurrent.layers:
+            inputs = [m.q_rank or config.hidden_size, m.kv_rank] + [config.hidden_size] * follows
+            yield TokenMoves("tp", "all_gather", 1 + repeats, own * fsdp.tp * m.rope_dim * w, fsdp.tp, 1)
+            yield TokenMoves("tp", "reduce_scatter", back, own * fsdp.tp * m.rope_dim * w, fsdp.tp, 1)
+        yield TokenMoves("tp", "all_gather", places * back, gathered, fsdp.tp, 1)
+        for width in inputs:
+            size = own * fsdp.tp * width * w
+            yield TokenMoves("tp", "all_gather", 1 + repeats, size, fsdp.tp, 1)
+            if work.keeps_shards:
+                yield TokenMoves("tp", "all_gather", back, size, fsdp.tp, 1, beside=True)
+            yield TokenMoves("tp", "reduce_scatter", back, size, fsdp.tp, 1, work.keeps_shards)
         # A recomputation stops before the last reduction, unless a norm or a gate comes after it.
         last = config.ends_with_norm(layer)
         repeated = (mixes and (last or layer not in config.mixer_alone)) + (
             follows and (last or experts.shared_gate)
         )
-        reductions = places * (1 + back) + again * repeated
+        reductions = places + again * repeated
         yield TokenMoves("tp", "reduce_scatter", reductions, gathered, fsdp.tp, 1)
     if fsdp.cp > 1:
         tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
@@ -303,15 +335,24 @@ def unit_times(work: Work, gpu: Hardware, pp_rank: int) -> dict[int, tuple[float
 
 
 def token_time(work: Work, gpu: Hardware, pp_rank: int) -> dict[str, float]:
-    """Seconds in which tokens of a micro batch move between ranks, by dimension: tp, cp and ep."""
-    seconds = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
-    for same in alike(work, work.layers_of(pp_rank)) if work.fsdp.divided else ():
-        for move in token_moves(work, same[0]):
+    """Seconds in which tokens of a micro batch move between ranks, by dimension: tp, cp and ep.
+
+    `beside` are those of tp beside which the same layer computes.
+    """
+    seconds = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "beside": 0.0}
+    if not work.fsdp.divided:
+        return seconds
+    layers = work.layers_of(pp_rank)
+    for same, moves in (
+        *((same, token_moves(work, same[0])) for same in alike(work, layers)),
+        ([0], end_moves(work, layers)),
+    ):
+        for move in moves:
             near = max(1, gpu.per_node // move.apart)
             taken = collective_time(move.kind, move.size, move.ranks, near, gpu)
             if move.of == "ep" and "rows once" in work.trainer.exchanges and move.ranks > 1:
                 taken *= _rows_once(work, min(near, move.ranks))
-            seconds[move.of] += len(same) * move.calls * taken
+            seconds["beside" if move.beside else move.of] += len(same) * move.calls * taken
     return seconds
 
 

@@ -266,11 +266,10 @@ class _Sizes:
         self.vocabulary = config.padded_vocab_size * config.hidden_size
         self.blocks, self.held = sum(work.block_parameters), 0.0
         numbers = dict.fromkeys((-1, *self.layers), 0.0)
-        vocabulary = fsdp.tp if work.trainer.tp_shards else 1
-        self.vocabulary //= vocabulary
+        self.vocabulary /= fsdp.tp
         # Shards and gathers come padded to a multiple of the ranks.
         for part in rank_matrices(config, fsdp, pp_rank):
-            size = padded_size(work, part) / (vocabulary if part.layer < 0 else 1)
+            size = padded_size(work, part)
             self.held += size / part.mesh
             numbers[part.layer] += size
         self.whole = sum(numbers.values())
@@ -287,8 +286,9 @@ class _Sizes:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
         width = config.hidden_size if work.trains and not work.lora else 0
-        rows = chunk_rows(work.own_tokens, config.padded_vocab_size, width, work.chunk_elements)
-        self.rows = work.own_tokens if work.trainer.loss != "chunks" else rows
+        words, tokens = -(-config.padded_vocab_size // fsdp.tp), work.gathered_tokens
+        rows = chunk_rows(tokens, words, width, work.chunk_elements)
+        self.rows = tokens if work.trainer.loss != "chunks" else rows
 
 
 def _low_precision_copies(work: Work) -> float:
@@ -308,7 +308,7 @@ def _low_precision_copies(work: Work) -> float:
 
 def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     """Bytes of the chunked loss: its temporary buffers, and the gradients it leaves behind."""
-    w, V = sizes.width, work.config.padded_vocab_size
+    w, V = sizes.width, -(-work.config.padded_vocab_size // work.fsdp.tp)
     chunk = sizes.rows * V
     # Compiled: logits and their gradient. Eager: fp32 logits; their gradient takes the same memory.
     logits = chunk * (2 * w if work.compiled else 4 if w == 4 else 4 + w)
@@ -321,10 +321,12 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     copy = w * sizes.vocabulary if padded else 0
     if not work.trains:
         return logits + copy, 0.0
-    hidden = w * work.own_tokens * work.config.hidden_size
+    hidden = w * work.gathered_tokens * work.config.hidden_size
+    if work.fsdp.tp > 1:  # the hidden states of all tokens
+        logits += hidden
     if work.lora:
         return logits + copy, hidden
-    several = work.own_tokens > sizes.rows
+    several = work.gathered_tokens > sizes.rows
     summed = (4 if several or not sizes.root_gathered else w) * sizes.vocabulary
     if several:
         # From the second chunk on, a chunk's product with the hidden states is added to the sum.
@@ -365,7 +367,7 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
 
 def _input_shards(work: Work) -> int:
     """How many ranks share the kept input of a layer that tp divides."""
-    return work.fsdp.tp if work.trainer.tp_shards else 1
+    return work.fsdp.tp if work.keeps_shards else 1
 
 
 def _keeps_inputs(work: Work) -> bool:
@@ -420,8 +422,9 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     if in_blocks:
         other -= 4 * heads
     if m := config.latent:
-        low = 2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim  # narrow layers, norms around them
-        numbers += low + (in_blocks or a + heads * (m.nope_dim + m.value_dim) + a) + values
+        # Narrow layers and norms around them are for own tokens; all have the rotated part of keys.
+        low = (2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim) / _input_shards(work)
+        numbers += low + m.rope_dim * (tp > 1) + (in_blocks or a + heads * (m.nope_dim + m.value_dim) + a) + values
         other += 4 * 2
         if cp > 1 and not in_blocks:  # what was exchanged in place of what was sent
             numbers += values - heads * m.nope_dim
@@ -507,7 +510,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
         other += 4 * d * work.own_tokens
     if e.shared_size:
         s = e.shared_size / tp
-        gathered = d * (tp > 1) * (not work.trainer.tp_shards)
+        gathered = d * (tp > 1) * (not work.keeps_shards)
         numbers += (gathered + 2 * e.wide * s) * work.gathered_tokens
         numbers += (d + 2) * work.own_tokens * e.shared_gate
     return numbers, other
@@ -557,10 +560,8 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             other = 4 * config.num_attention_heads / tp
             total += times * work.gathered_tokens * (w * elements + other)
             total += times * w * work.own_tokens * (d + outputs)
-            if (
-                tp > 1 and not work.trainer.tp_shards
-            ):  # what collectives gathered, and sums of which each rank has a part
-                total += times * w * work.gathered_tokens * 4 * d
+            if tp > 1 and not work.trainer.tp_shards:  # sums of which each rank has a part
+                total += times * w * work.gathered_tokens * 2 * d
     return total
 
 

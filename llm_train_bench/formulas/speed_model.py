@@ -208,12 +208,12 @@ def _moves(work: Work, time: "PartTime", moves: dict[str, float]) -> float:
     Hidden tp goes in as many parts as there are ranks, of which the first waits (Wang et al. 2023,
     Overlap communication with dependent computation via decomposition); cp behind attention, as a ring.
     """
-    behind = {"tp": time.matmuls, "cp": time.attention, "ep": sum(time)}
+    behind = {"tp": time.matmuls, "cp": time.attention, "ep": sum(time), "beside": time.matmuls / 3}
     shown = 0.0
     for name, seconds in moves.items():
         first = seconds / work.fsdp.tp if name == "tp" else 0.0
         rest = max(0.0, seconds - first - behind[name])
-        shown += first + rest if name in work.trainer.exchanges else seconds
+        shown += first + rest if name in ("beside", *work.trainer.exchanges) else seconds
     return shown
 
 
@@ -340,6 +340,8 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
     return seconds
 
 
+# Linear layers that every tp rank has whole, for its own tokens.
+OF_OWN_TOKENS = ("merge", "router", "latent_down", "latent_up", "shared_gate", "q_down", "kv_down")
 # Rows of an expert that a kernel of a grouped matmul takes at a time.
 GROUPED_ROWS = 128
 
@@ -353,7 +355,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
     for kind, shape in config.block_shapes(layer).items():
         name = f"blocks.{layer}.{names[kind]}.weight"
         n, k = part_shape(config, name, shape, {"tp": tp, "ep": ep})
-        own = kind in ("merge", "router", "latent_down", "latent_up", "shared_gate")
+        own = kind in OF_OWN_TOKENS
         tokens = work.own_tokens if own else work.gathered_tokens
         converted = kind in low or (every and kind not in ("router", "shared_gate"))
         one = matmul_time(work, tokens, n, k, converted, gpu)

@@ -215,7 +215,7 @@ class Trainer:
     """`tp`, `cp`, `ep`: those that run beside computation. `rows once`: a token that several experts of a
     node want is sent there once."""
     tp_shards: bool = False
-    """Whether tp ranks keep shards of what they gather, and shards of embedding and head."""
+    """Whether tp ranks keep shards of what they gather; ours do."""
     layers: str = "ours"
     """`te`: modules that write what the next one reads in FP8, have experts and all linear layers in FP8,
     cast weights once a step, and launch each kernel from Python; `te, graphs`: those of experts alone."""
@@ -286,6 +286,11 @@ class Work:
     ddp: Ddp = NO_DDP
     fsdp: Fsdp = NO_FSDP
     trainer: Trainer = OUR_TRAINER
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether tp ranks keep shards of what they gather, and gather it again in backward."""
+        return self.trainer is OUR_TRAINER or self.trainer.tp_shards
 
     @property
     def trains(self) -> bool:

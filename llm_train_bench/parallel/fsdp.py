@@ -33,9 +33,8 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     """Shard a meta-device model over the meshes' last dimension, block by block, in place.
 
     Of two dimensions the first holds replicas (HSDP). Embeddings, final norm and head belong to the
-    root (mesh `stage`), which stays gathered from its forward to its backward. Blocks are divided over
-    `dense`; experts are apart from them where their mesh is another one. A router that computes
-    in fp32 is gathered apart in fp32.
+    root, which stays gathered from its forward to its backward. The mesh is `dense`; experts are apart
+    where theirs is another one. A router that computes in fp32 is gathered apart in fp32.
     """
     options = work.fsdp
     fixed = {p for name, p in model.named_parameters() if name.endswith(".correction")}
@@ -64,7 +63,7 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         if work.config.has_experts(int(layer)) and work.config.experts.exact_router:
             apart.append(shard(block.mlp.router, mesh=meshes["dense"], mp_policy=exact))
         units.append([shard(block, mesh=meshes["dense"]), *apart])
-    shard(model, mesh=meshes["stage"], reshard_after_forward=False)
+    shard(model, mesh=meshes["dense"], reshard_after_forward=False)
     for i, (block, *_) in enumerate(units if ahead else []):
         later, earlier = units[i + 1 : i + 1 + ahead], units[max(0, i - ahead) : i][::-1]
         block.set_modules_to_forward_prefetch([*itertools.chain(*later)])

@@ -5,7 +5,7 @@ Ulysses (Jacobs et al. 2023), or gathers keys and values (Llama 3, 3.3.2) where 
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import torch
@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import inverse
+from llm_train_bench.model.layers import autocast_dtype
 from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, joined
-from llm_train_bench.model.shares import divided, whole_shape
+from llm_train_bench.model.products import LinearProduct, products_of
+from llm_train_bench.model.shares import cuts, divided, whole_shape
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
 from llm_train_bench.parallel.ranks import collective_timeout
@@ -65,6 +67,19 @@ def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: str) -> 
     )
 
 
+class _Added(torch.autograd.Function):
+    """An all-reduce, and so is the gradient's."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _c10d.wait_tensor(_c10d.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
+
+
 class RankLayout(ReplicaLayout):
     """One rank among tp x cp ranks that share a batch, ep that share the experts, pp the layers.
 
@@ -85,19 +100,18 @@ class RankLayout(ReplicaLayout):
     def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
         """Make the groups of ranks; all ranks call this. Returns the meshes over which FSDP divides.
 
-        `dense` has the ranks of one tp part, `experts` those of the same experts, `stage` all that have
-        the same layers; with replicas each has them as its first dimension.
+        `dense` has the ranks of one tp part, `experts` those of the same experts; with replicas each has
+        them as its first dimension.
         """
         replicas, pp = self.fsdp.replicas, self.pp
         dims = ("replicate", "shard") if replicas > 1 else ("shard",)
-        kinds = ("dense", "experts", "stage")
+        kinds = ("dense", "experts")
         if not self.fsdp.divided:
             sizes = (replicas, self.fsdp.shards)[-len(dims) :]
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=dims)
             set_timeouts(mesh, device, timeout_s)
             return dict.fromkeys(kinds, mesh)
         ranks = torch.arange(pp * self.fsdp.ranks)
-        stages = ranks.view(pp, replicas, -1)
         by_cp = ranks.view(-1, self.cp, self.tp).transpose(1, 2).reshape(-1, self.cp)
 
         def by(n: int) -> torch.Tensor:  # of n neighbours each has another part
@@ -106,7 +120,6 @@ class RankLayout(ReplicaLayout):
         grids = {
             "dense": (("stage", "tp", "replicate", "shard"), by(self.tp)),
             "experts": (("stage", "ep", "replicate", "shard"), by(self.ep)),
-            "stage": (("stage", "replicate", "shard"), stages),
             "cp": (("rest", "cp"), by_cp),
             "batch": (("rest", "batch"), ranks.view(-1, self.tp * self.cp)),
             "same": (("rest", "same"), ranks.view(pp, -1)),
@@ -130,8 +143,12 @@ class RankLayout(ReplicaLayout):
         how = divided(config, name)
         if how is None or (n := getattr(self, how[0])) == 1:
             return value
-        parts = [torch.empty_like(value) for _ in range(n)]
+        dim, sizes = how[1], [sum(c.length for c in cuts(config, name, n, r)) for r in range(n)]
+        if missing := max(sizes) - value.shape[dim]:  # all gather parts of one size
+            value = torch.cat((value, value.narrow(dim, 0, missing)), dim)
+        parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(n)]
         dist.all_gather(parts, value.contiguous(), group=self.groups[how[0]])
+        parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
         return joined(config, name, parts)
 
     def wholes(
@@ -196,11 +213,43 @@ class RankLayout(ReplicaLayout):
             return x
         return _all_gather(x.transpose(0, 1), self.tp, self.names["tp"]).transpose(0, 1)
 
+    def scatter(self, x: Tensor) -> Tensor:
+        if self.tp == 1:
+            return x
+        return _reduce_scatter(x.transpose(0, 1), self.tp, self.names["tp"]).transpose(0, 1)
+
+    def added(self, numbers: Tensor) -> Tensor:
+        return _Added.apply(numbers, self.names["tp"]) if self.tp > 1 else numbers
+
+    def highest(self, numbers: Tensor) -> Tensor:
+        if self.tp == 1:
+            return numbers
+        return _c10d.wait_tensor(_c10d.all_reduce(numbers, "max", self.names["tp"]))
+
+    def columns(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        if self.tp == 1:
+            return linear(x)
+        dtype = autocast_dtype(x.device) or x.dtype
+        moves = products_of(linear), self._gathering, self._scattering
+        y = LinearProduct.apply(x.to(dtype), linear.weight.to(dtype), *moves)
+        return y if linear.bias is None else y + linear.bias.to(y.dtype)
+
+    def _gathering(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather own tokens (B, t, d) of the tp ranks."""
+        x = x.transpose(0, 1).contiguous()
+        coming = _c10d.all_gather_into_tensor(x, self.tp, self.names["tp"])
+        return lambda: _c10d.wait_tensor(coming).transpose(0, 1)
+
+    def _scattering(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to add up the tp ranks' (B, T, d), for the sums of own tokens."""
+        x = x.transpose(0, 1).contiguous()
+        coming = _c10d.reduce_scatter_tensor(x, "sum", self.tp, self.names["tp"])
+        return lambda: _c10d.wait_tensor(coming).transpose(0, 1)
+
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        part = F.linear(x, linear.weight).transpose(0, 1)
-        y = _reduce_scatter(part, self.tp, self.names["tp"]).transpose(0, 1)
+        y = self.scatter(F.linear(x, linear.weight))
         return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -291,8 +340,8 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 class Gradients:
     """The gradients of a model in a layout: completing them, their norm, and scaling them.
 
-    FSDP has summed each over the ranks of its mesh. Those of a block that every tp rank has whole are
-    of the rank's own tokens or heads.
+    FSDP has summed each over the ranks of its mesh. Those that every tp rank has whole are of the rank's
+    own tokens or heads.
     """
 
     def __init__(self, model: HasWeights, layout: RankLayout):
@@ -303,7 +352,7 @@ class Gradients:
         for name, parameter in model.weights():
             if not parameter.requires_grad:
                 continue
-            whole = name.startswith("blocks.") and divided(model.config, name) is None
+            whole = divided(model.config, name) is None
             if whole and layout.tp > 1:
                 self.partial.append(parameter)
             copies = layout.fsdp.replicas * (layout.tp if whole else 1)

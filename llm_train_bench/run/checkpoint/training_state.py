@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from llm_train_bench.apply.sharded import is_sharded, place
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.shares import divided, whole_shape
+from llm_train_bench.model.shares import cuts, divided, whole_shape
 from llm_train_bench.model.stored import DTYPES, Part, read_block
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather
 from llm_train_bench.run.checkpoint.manifest import Manifest
@@ -70,22 +70,21 @@ def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[B
         return [Block(local, tuple(offsets), copies, index)]
     how = divided(config, plain)
     if how is None:
-        if plain.startswith("blocks."):
-            copies, index = copies * layout.tp, index * layout.tp + layout.tp_rank
+        copies, index = copies * layout.tp, index * layout.tp + layout.tp_rank
         return [Block(local, tuple(offsets), copies, index)]
-    kind, dim, segments = how
+    kind, dim, _ = how
     n, rank = getattr(layout, kind), getattr(layout, f"{kind}_rank")
-    pieces, begin, whole_begin = [], 0, 0
-    for whole in segments:
-        length = whole // n
+    pieces, begin = [], 0
+    for cut in cuts(config, plain, n, rank):
         first = max(offsets[dim], begin)
-        last = min(offsets[dim] + local.shape[dim], begin + length)
+        last = min(offsets[dim] + local.shape[dim], begin + cut.length)
         if first < last:
             where = [*offsets]
-            where[dim] = whole_begin + rank * length + first - begin
+            where[dim] = cut.begin + first - begin
             piece = local.narrow(dim, first - offsets[dim], last - first)
-            pieces.append(Block(piece, tuple(where), copies, index))
-        begin, whole_begin = begin + length, whole_begin + whole
+            same = copies * cut.copies, index * cut.copies + rank % cut.copies
+            pieces.append(Block(piece, tuple(where), *same))
+        begin += cut.length
     return pieces
 
 

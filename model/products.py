@@ -1,0 +1,67 @@
+"""The three products of a linear layer, perhaps in a narrow format, and the gather of its input.
+
+Shapes: N tokens, K numbers of an input, M of an output; weights are (M, K).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+# A tensor in flight, until what it returns is called.
+Move = Callable[[Tensor], Callable[[], Tensor]]
+
+
+class Products:
+    """The products in the format of their inputs."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(N, K) and (M, K) to (N, M)."""
+        return x @ weight.t()
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """(N, M) and (M, K) to the gradient of the input (N, K)."""
+        return grad @ weight
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """(N, M) and (N, K) to the gradient of the weight (M, K)."""
+        return grad.t() @ x
+
+
+PLAIN = Products()
+
+
+def products_of(linear: nn.Module) -> Products:
+    """Those that apply/fp8 gave a layer, or the plain ones."""
+    return getattr(linear, "products", PLAIN)
+
+
+class LinearProduct(torch.autograd.Function):
+    """A linear layer (B, T, K) to (B, T, M) without its bias, by its `products`.
+
+    With `gather` and `scatter` the input has a rank's own tokens. All are gathered for the product, and
+    again in backward: while the gradient of the input is computed. Its sums are scattered while the
+    gradient of the weight is computed (as in Megatron-LM's tensor_parallel/layers.py).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, products, gather: Move | None, scatter: Move | None):
+        ctx.save_for_backward(x, weight)
+        ctx.products, ctx.moves = products, (gather, scatter)
+        whole = x if gather is None else gather(x)()
+        return products.output(whole.flatten(0, 1), weight).unflatten(0, whole.shape[:2])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (x, weight), (gather, scatter) = ctx.saved_tensors, ctx.moves
+        wants_input, wants_weight = ctx.needs_input_grad[:2]
+        grad, products, of_x, of_weight = grads[0], ctx.products, None, None
+        rows = grad.flatten(0, 1).contiguous()
+        coming = gather(x) if gather is not None and wants_weight else None
+        if wants_input:
+            of_x = products.of_input(rows, weight).unflatten(0, grad.shape[:2])
+        x = x if coming is None else coming()
+        leaving = scatter(of_x) if scatter is not None and of_x is not None else None
+        if wants_weight:
+            of_weight = products.of_weight(rows, x.flatten(0, 1))
+        return of_x if leaving is None else leaving(), of_weight, None, None, None
