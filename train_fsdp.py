@@ -46,7 +46,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
         set_weights(model, work)
         apply_kernels(model, work, run.choose_linear())
-        apply_recompute(model, work.recompute, fp8)
+        apply_recompute(model, work.recompute, fp8, work.compiled)
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)
         apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), work)

@@ -9,7 +9,7 @@ import torch
 from llm_train_bench.apply.attention import select_attention
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.data import batches, open_data, sample_plan
-from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.apply.fp8.choose import apply_fp8
 from llm_train_bench.apply.kernels import apply_kernels
 from llm_train_bench.apply.offload import apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
@@ -38,16 +38,17 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
         model = Pipeline(work, plan.flex, layout)
+    fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout)
 
     plan, attempt = resolve_attempt(plan, ranks)
-    with Run(plan, attempt, device, ranks, Fp8(), kernel) as run:
+    with Run(plan, attempt, device, ranks, fp8, kernel) as run:
         meshes = layout.connect(device, plan.ranks.dist_timeout)
         linear = run.choose_linear()
         for stage in model.stages:
             apply_kernels(stage, work, linear)
-            apply_recompute(stage, work.recompute)
+            apply_recompute(stage, work.recompute, fp8, work.compiled)
             apply_compile(stage, work.compile_mode)
             apply_offload(stage, work.offload, device)
             apply_fsdp(stage, meshes, work)

@@ -4,6 +4,9 @@ Shapes in the comments: N tokens of one rank, E experts, k of them for a token, 
 an expert.
 """
 
+from collections import deque
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -97,6 +100,10 @@ class Stacked(nn.Module):
         self.weight = nn.Parameter(torch.empty(number, outside, inside))
         self.bias = nn.Parameter(torch.empty(number, outside)) if bias else None
 
+    def product(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """Rows (R, in) times the weights (E, in, out) of the experts whose rows end there."""
+        return F.grouped_mm(rows, weight, offs=ends)
+
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows (R, in) sorted by expert, `counts` (E,) of each, to (R, out); one grouped matmul.
 
@@ -105,7 +112,7 @@ class Stacked(nn.Module):
         dtype = autocast_dtype(rows.device) or rows.dtype
         ends = counts.cumsum(0, dtype=torch.int32)
         weight = self.weight.to(dtype).transpose(1, 2)
-        out = F.grouped_mm(rows.to(dtype).contiguous(), weight, offs=ends)
+        out = self.product(rows.to(dtype).contiguous(), weight, ends)
         if self.bias is None:
             return out
         numbers = torch.arange(len(counts), device=counts.device)
@@ -154,6 +161,10 @@ class MixtureOfExperts(nn.Module):
         shared = GatedMLP if e.gated else MLP
         self.shared = shared(config, layout, e.shared_size) if e.shared_size else None
         self.shared_gate = nn.Linear(d, 1, bias=False) if e.shared_gate else None
+        # What a checkpointed block remembers of its forward passes, for their recomputation; and what the
+        # pass that runs does with it: `keep`, `recall` or nothing. Balanced routing is always the same.
+        self.passed: deque[tuple[Tensor, Any]] = deque()
+        self.phase, self.same = "", {}
         # Rows that each expert of this layer has had, and those before this step; fp32, on the device.
         self.rows: Tensor | None = None
         # The factor of the balance loss in this backward, as that of the model's own loss.
@@ -167,30 +178,49 @@ class MixtureOfExperts(nn.Module):
         if self.balanced:
             whole = x.shape[1] * self.layout.tp * self.layout.cp
             balanced = _in_turn(len(x), whole, self.options, self.layout, x.device)
-        scores, index, weights = self.router(tokens, balanced)
+        index, plan = self.passed.popleft() if self.phase == "recall" else (balanced, None)
+        scores, index, weights = self.router(tokens, index)
         rows = tokens if self.latent_down is None else self.latent_down(tokens)
-        y = self.mixed(rows, index, weights.to(x.dtype))
+        coming = self.sent(rows, index, plan)
+        shared = None if self.shared is None else self.shared(x)  # while rows travel
+        y = self.mixed(coming, weights.to(x.dtype))
         y = y if self.latent_up is None else self.latent_up(y)
         if self.options.aux_loss and torch.is_grad_enabled():
             y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, index))
         y = y.view_as(x)
-        if self.shared is None:
+        if shared is None:
             return y
-        shared = self.shared(x)
         if self.shared_gate is not None:
             shared = torch.sigmoid(self.shared_gate(x)) * shared
         return y + shared
 
-    def mixed(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """(N, d) tokens, and the choice, to the weighted sums (N, d) of their experts' outputs."""
-        k = self.options.per_token
+    def sent(self, tokens: Tensor, index: Tensor, plan: Any) -> tuple[Any, Tensor, Any]:
+        """(N, d) tokens and the choice to rows on their way to the experts, their order, and a plan.
+
+        A recomputation has the plan of its forward pass, and so need not ask other ranks, nor wait for
+        the numbers.
+        """
         order = index.flatten().argsort(stable=True)  # by expert, then by token
-        counts = count_rows(index, self.options.number)
-        if self.training:  # validation moves no correction
-            if self.rows is None or self.rows.device != counts.device:
-                self.rows = torch.zeros_like(counts, dtype=torch.float32)
-            self.rows += counts
-        out = self.layout.experts(self.experts, tokens[order // k], counts)
+        if plan is None:
+            counts = count_rows(index, self.options.number)
+            key = (index.shape, index.device) if self.balanced else None
+            plan = self.same.get(key)
+            if plan is None:
+                plan = self.layout.plan_rows(counts)
+            if key is not None:
+                self.same[key] = plan
+            if self.training:  # validation moves no correction
+                if self.rows is None or self.rows.device != counts.device:
+                    self.rows = torch.zeros_like(counts, dtype=torch.float32)
+                self.rows += counts
+        if self.phase == "keep":
+            self.passed.append((index, plan))
+        return self.layout.send(tokens[order // self.options.per_token], plan), order, plan
+
+    def mixed(self, sent: tuple[Any, Tensor, Any], weights: Tensor) -> Tensor:
+        """Rows from `sent` to the weighted sums (N, d) of their experts' outputs."""
+        rows, order, plan = sent
+        out, k = self.layout.experts(self.experts, rows, plan), self.options.per_token
         return (out[inverse(order)].unflatten(0, (-1, k)) * weights[..., None]).sum(dim=1)
 
     def balance_loss(self, scores: Tensor, index: Tensor) -> Tensor:

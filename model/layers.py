@@ -274,7 +274,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layout = layout
         self.n_heads = config.num_attention_heads // layout.tp
-        self.n_kv_heads = config.num_key_value_heads // layout.tp
+        self.n_kv_heads = max(1, config.num_key_value_heads // layout.tp)
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.scale = config.attention_scale
@@ -286,7 +286,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(self.n_heads * D, d, bias=config.attention_out_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            sizes = (config.query_size, config.kv_size) if self.whole_norm else (D, D)
+            sizes = (self.n_heads * D, self.n_kv_heads * D) if self.whole_norm else (D, D)
             self.q_norm, self.k_norm = (RMSNorm(size, config.norm_eps) for size in sizes)
             self.q_norm.offset = self.k_norm.offset = float(config.norm_offset)
         self.sinks = nn.Parameter(torch.empty(self.n_heads)) if config.sinks else None
@@ -300,9 +300,7 @@ class Attention(nn.Module):
         else:
             q, k, v, *gate = qkv.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            whole = self.whole_norm
-            q = self.q_norm(q.flatten(2)).view_as(q) if whole else self.q_norm(q)
-            k = self.k_norm(k.flatten(2)).view_as(k) if whole else self.k_norm(k)
+            q, k = self.normed(q, k) if self.whole_norm else (self.q_norm(q), self.k_norm(k))
         if rope is not None:
             q, k = apply_rope(q, rope.cos, rope.sin), apply_rope(k, rope.cos, rope.sin)
             q = rope.scaled(q)
@@ -310,6 +308,21 @@ class Attention(nn.Module):
         if gate:
             y = y * torch.sigmoid(gate[0])
         return self.layout.reduce(self.out, y.reshape(B, T, self.n_heads * self.head_dim))
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, H, D) queries and (B, T, K, D) keys after norms that span the heads of all ranks."""
+        parts, norms = (q, k), (self.q_norm, self.k_norm)
+        if self.layout.tp == 1:
+            q, k = (norm(x.flatten(2)).view_as(x) for x, norm in zip(parts, norms, strict=True))
+            return q, k
+        # Ranks have equal numbers of heads, so that the mean of all is that of their means.
+        means = torch.stack([x.flatten(2).float().square().mean(-1) for x in parts], dim=-1)
+        scales = torch.rsqrt(self.layout.added(means / self.layout.tp) + norms[0].eps).unbind(-1)
+        q, k = (
+            (x.flatten(2).float() * scale.unsqueeze(-1) * norm.weight.float()).to(x.dtype).view_as(x)
+            for x, scale, norm in zip(parts, scales, norms, strict=True)
+        )
+        return q, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int) -> Tensor:
         """(B, T, H, D) queries over (B, S, K, D) keys and values; `first` is the first head's number."""

@@ -75,9 +75,17 @@ class Layout:
         """Attention over all T tokens, of queries, keys and values of `gather`'s."""
         return attend(q, k, v, mask, 0)
 
-    def experts(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
-        """`experts(rows, counts)` on rows (R, d) sorted by expert, wherever the experts are."""
-        return experts(rows, counts)
+    def plan_rows(self, counts: Tensor) -> Any:
+        """What `send` and `experts` need, of own rows for each expert (E,)."""
+        return counts
+
+    def send(self, rows: Tensor, plan: Any) -> Any:
+        """Rows (R, d) sorted by expert on their way to their experts; only `experts` may read them."""
+        return rows
+
+    def experts(self, experts: nn.Module, rows: Any, plan: Any) -> Tensor:
+        """`experts(rows, counts)` of what was sent, wherever the experts are; the rows come back."""
+        return experts(rows, plan)
 
     def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         """A parameter of that name, or its gradient, whole; all ranks call this."""
@@ -102,8 +110,8 @@ class Layout:
         """Numbers added up over the ranks that share heads."""
         return numbers
 
-    def highest(self, numbers: Tensor) -> Tensor:
-        """The largest of their numbers, without a gradient."""
+    def highest(self, numbers: Tensor, *kinds: str) -> Tensor:
+        """The largest of their numbers, without a gradient; or of the ranks of `kinds`: tp, cp."""
         return numbers
 
     def summed(self, numbers: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from llm_train_bench.model.layers import autocast_dtype
+
 # A tensor in flight, until what it returns is called.
 Move = Callable[[Tensor], Callable[[], Tensor]]
 
@@ -37,7 +39,7 @@ def products_of(linear: nn.Module) -> Products:
 
 
 class LinearProduct(torch.autograd.Function):
-    """A linear layer (B, T, K) to (B, T, M) without its bias, by its `products`.
+    """A linear layer (..., K) to (..., M) without its bias, by its `products`.
 
     With `gather` and `scatter` the input has a rank's own tokens. All are gathered for the product, and
     again in backward: while the gradient of the input is computed. Its sums are scattered while the
@@ -49,19 +51,31 @@ class LinearProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.products, ctx.moves = products, (gather, scatter)
         whole = x if gather is None else gather(x)()
-        return products.output(whole.flatten(0, 1), weight).unflatten(0, whole.shape[:2])
+        return products.output(whole.flatten(0, -2), weight).unflatten(0, whole.shape[:-1])
 
     @staticmethod
     def backward(ctx, *grads):
         (x, weight), (gather, scatter) = ctx.saved_tensors, ctx.moves
         wants_input, wants_weight = ctx.needs_input_grad[:2]
         grad, products, of_x, of_weight = grads[0], ctx.products, None, None
-        rows = grad.flatten(0, 1).contiguous()
+        rows = grad.flatten(0, -2).contiguous()
         coming = gather(x) if gather is not None and wants_weight else None
         if wants_input:
-            of_x = products.of_input(rows, weight).unflatten(0, grad.shape[:2])
+            of_x = products.of_input(rows, weight).unflatten(0, grad.shape[:-1])
         x = x if coming is None else coming()
         leaving = scatter(of_x) if scatter is not None and of_x is not None else None
         if wants_weight:
-            of_weight = products.of_weight(rows, x.flatten(0, 1))
+            of_weight = products.of_weight(rows, x.flatten(0, -2))
         return of_x if leaving is None else leaving(), of_weight, None, None, None
+
+
+class ProductLinear(nn.Linear):
+    """A linear layer that is computed by its `products`."""
+
+    products = PLAIN
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = autocast_dtype(input.device) or input.dtype
+        operands = input.to(dtype), self.weight.to(dtype)
+        y = LinearProduct.apply(*operands, self.products, None, None)
+        return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -25,13 +25,18 @@ def cuts(config: ModelConfig, name: str, ranks: int, rank: int) -> list[Cut]:
     how, begin, found = divided(config, name), 0, []
     assert how is not None
     for i, size in enumerate(how[2]):
-        few = name.split(".")[-2] == "qkv" and i in (1, 2)  # queries and gates have more heads
-        parts = min(ranks, config.num_key_value_heads) if few else ranks
-        copies = ranks // parts
-        first, last = part_of(size, parts, rank // copies)
+        module = name.split(".")[-2]  # queries and gates have more heads
+        few = module == "k_norm" or (module == "qkv" and i in (1, 2))
+        copies = copies_of_heads(config, ranks) if few else 1
+        first, last = part_of(size, ranks // copies, rank // copies)
         found.append(Cut(begin + first, last - first, copies))
         begin += size
     return found
+
+
+def copies_of_heads(config: ModelConfig, tp: int) -> int:
+    """How many tp ranks have the same key/value head."""
+    return max(1, tp // config.num_key_value_heads)
 
 
 def part_of(size: int, parts: int, part: int) -> tuple[int, int]:

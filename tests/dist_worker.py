@@ -2,7 +2,7 @@
 
 Next to each result lies `facts.json`:
 
-- traffic: the bytes handed to collectives, by kind (of all-to-alls the ranks' mean), of each of a
+- traffic: the bytes handed to collectives, by kind (of two kinds the ranks' mean), of each of a
   pipeline's groups of ranks,
 - attention: the calls of attention, by format, and how often a kernel of it ran,
 - draws: the next random number of each rank; dropout: digests of its generator before its dropouts,
@@ -76,6 +76,7 @@ KINDS = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
+    "alltoall_base_": ("all_to_all", 1),
 }
 # Those that move tokens between ranks of a layout (llm_train_bench/parallel/layout.py).
 TOKENS = {
@@ -187,7 +188,8 @@ class Traffic(TorchDispatchMode):
             tensors = args[position]
             for t in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
                 # uint8: a gather of several formats at once.
-                if t.numel() > 2 and (t.is_floating_point() or t.dtype == torch.uint8):
+                counts = kind == "all_to_all"  # of experts' rows
+                if t.numel() > 2 and (t.is_floating_point() or t.dtype == torch.uint8 or counts):
                     self.bytes[kind] += t.numel() * t.element_size()
                     self.calls[kind] += 1
         elif namespace == "_c10d_functional" and name in TOKENS:
@@ -262,6 +264,13 @@ MUTANTS = {
     ),
     "a tied head's gradients stay apart": lambda: mock.patch.object(
         RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)
+    ),
+    "scales are of a rank's part": lambda: mock.patch.object(
+        RankLayout,
+        "highest",
+        lambda self, numbers, *kinds, whole=RankLayout.highest: (
+            numbers if kinds else whole(self, numbers)
+        ),
     ),
     "recomputation routes otherwise": lambda: mock.patch.object(
         Router, "best", restless(Router.best)
@@ -442,7 +451,8 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
         groups = gather(ranks, traffic.bytes)
         each = len(groups) // (int(argv[argv.index("--pp") + 1]) if "--pp" in argv else 1)
         groups = [groups[i : i + each] for i in range(0, len(groups), each)]
-        moved = [g[0] | {"all_to_all": sum(r["all_to_all"] for r in g) / each} for g in groups]
+        means = "all_to_all", "all_reduce"
+        moved = [g[0] | {k: sum(r[k] for r in g) / each for k in means} for g in groups]
         facts = {
             "traffic": moved,
             "attention": Counter(formats) | {"kernels": traffic.kernels},

@@ -4,7 +4,7 @@
 
 tests/test_layouts.py runs a short form. Tolerances are of fp32 on a CPU with gloo, over 16 AdamW steps
 with clipping active, and in some models inactive at the end. Under bf16 only the first gradients are
-held to one device's.
+held to one device's; so under FP8, where a number of fp32 noise may be rounded to a neighbour.
 """
 
 import dataclasses
@@ -79,6 +79,13 @@ MODELS |= {
     "ministral3": FAMILIES["ministral3"] | SIZES,
     "seed-oss": FAMILIES["seed_oss"] | SIZES,
 }
+# Blocks of 32 numbers.
+MODELS["wide"] = MODELS["qwen3"] | dict(intermediate_size=128)
+MODELS["wide-latent"] = MODELS["deepseek"] | dict(
+    q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+    moe_intermediate_size=32,
+)  # fmt: skip
+MODELS["wide-moe"] = MODELS["moe"] | dict(intermediate_size=128)
 # Multi-token prediction, of two modules or of one.
 MODELS["deepseek-mtp"] = MODELS["deepseek"] | dict(num_nextn_predict_layers=2)
 MODELS["glm-few-mtp"] = MODELS["glm"] | dict(num_key_value_heads=2, num_nextn_predict_layers=2)
@@ -101,8 +108,18 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Of a mutant, and under bf16, only the first gradients are judged."""
-        return 2 if self.mutant or "--amp bf16" in self.flags else STEPS
+        """Of a mutant, and where roundings differ, only the first gradients are judged."""
+        return 2 if self.mutant or self.rough else STEPS
+
+    @property
+    def rough(self) -> float:
+        """Where a rounding may go the other way, the limit of the first gradients; else 0.
+
+        With scales that are powers of two few do; others move all numbers towards other neighbours.
+        """
+        if "--amp bf16" in self.flags:
+            return 1e-2
+        return ("--use-fp8" in self.flags) * (3e-2 if FP8["tensorwise"] in self.flags else 2e-3)
 
     def size(self, flag: str, default: int = 1) -> int:
         words = self.flags.split()
@@ -119,6 +136,10 @@ PACK = "--pack --pack-lengths 9,0.8"
 LORA = "--lora-rank 4 --lora-alpha 64"
 MTP = "--mtp 0.5"
 BF16 = "--amp bf16 --bf16-weights master"
+FP8 = {
+    recipe: f"--use-fp8 --fp8-emulate --fp8-recipe {recipe} --fp8-backend torchao"
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4")
+}
 CASES = {
     "tp2": Case(2, "qwen3", "--tp 2"),
     "tp2-biases": Case(2, "gpt2", "--tp 2 --sac-freq 1/1"),
@@ -171,6 +192,20 @@ CASES = {
     "pp2-cp2-half": Case(4, "deepseek", "--pp 2 --cp 2 --ep 2 --grad-acc-steps 4 --sac-freq 1/2"),
     "pp2-tp2-dp2-ep4": Case(8, "moe", "--pp 2 --tp 2 --ep 4 --grad-acc-steps 2"),
     "pp2-hsdp2x2": Case(8, "deep", "--pp 2 --pp-virtual 2 --dp-replicate 2 --grad-acc-steps 2"),
+    "tp4-qwen2": Case(4, "qwen2", "--tp 4"),
+    "tp8-cp1-llama": Case(8, "llama", "--tp 8 --sac-freq 1/1 --sac-policy op"),
+    "tp4-cp2-gather-qwen2": Case(8, "qwen2", f"--tp 4 --cp 2 {PACK}"),
+    "dp2-tp4-qwen2": Case(8, "qwen2", "--tp 4 --bsz 2 --grad-acc-steps 2"),
+    "hsdp2-tp4-qwen2": Case(8, "qwen2", "--tp 4 --dp-replicate 2"),
+    "tp2-olmo3": Case(2, "olmo3", "--tp 2"),
+    "tp2-cp2-olmo3": Case(4, "olmo3", "--tp 2 --cp 2 --sac-freq 1/1"),
+    "tp8-olmo3": Case(8, "olmo3", "--tp 8"),
+    "dp2-op-deepseek": Case(2, "deepseek", "--sac-freq 1/1 --sac-policy op"),
+    "ep2-op": Case(2, "moe", "--ep 2 --sac-freq 1/1 --sac-policy op"),
+    "tp2-ep4-op": Case(4, "moe", "--tp 2 --ep 4 --sac-freq 1/1 --sac-policy op"),
+    "tp2-op-deepseek": Case(4, "deepseek", "--tp 2 --ep 2 --sac-freq 1/1 --sac-policy op"),
+    "pp3-layers": Case(3, "deep", "--pp 3 --pp-layers 2 1 1 --grad-acc-steps 8 --bsz 1"),
+    "pp3-tp2": Case(6, "deep", "--pp 3 --pp-layers 1 2 1 --tp 2 --grad-acc-steps 4 --bsz 2"),
     "tp2-packed": Case(2, "qwen3", f"--tp 2 {PACK}"),
     "cp2-packed": Case(2, "llama", f"--cp 2 {PACK} --sac-freq 1/1"),
     "cp4-gather-packed": Case(4, "qwen2", f"--cp 4 {PACK}"),
@@ -217,6 +252,27 @@ CASES = {
         4, "moe", "--tp 2 --cp 2 --ep 4 --offload-activations --sac-freq 1/1"
     ),
     "pp2-offload": Case(2, "qwen3", "--pp 2 --offload-activations"),
+    "tp2-fp8": Case(2, "qwen3", f"--tp 2 {FP8['tensorwise']}"),
+    "cp2-fp8": Case(2, "qwen3", f"--cp 2 --sac-freq 1/1 {FP8['tensorwise']}"),
+    "tp2-cp2-fp8": Case(4, "qwen3", f"--tp 2 --cp 2 {FP8['tensorwise']}"),
+    "tp2-cp2-fp8-op": Case(
+        4, "qwen3", f"--tp 2 --cp 2 --sac-freq 1/1 --sac-policy op {FP8['tensorwise']}"
+    ),
+    "pp2-tp2-fp8": Case(4, "deep", f"--pp 2 --tp 2 {FP8['tensorwise']}"),
+    "tp2-fp8-rows": Case(2, "qwen3", f"--tp 2 {FP8['rowwise']}"),
+    "dp2-tp2-fp8-rows": Case(4, "qwen3", f"--tp 2 --sac-freq 1/1 {FP8['rowwise']}"),
+    "hsdp2-cp2-fp8-rows": Case(8, "llama", f"--dp-replicate 2 --cp 2 {FP8['rowwise']}"),
+    "tp2-cp2-fp8-gw": Case(4, "qwen3", f"--tp 2 --cp 2 {FP8['rowwise_with_gw_hp']}"),
+    "pp2-fp8-gw": Case(2, "deep", f"--pp 2 {FP8['rowwise_with_gw_hp']}"),
+    "ep2-fp8": Case(2, "moe", f"--ep 2 {FP8['rowwise']}"),
+    "tp2-ep2-fp8": Case(2, "moe", f"--tp 2 --ep 2 --sac-freq 1/1 {FP8['tensorwise']}"),
+    "tp2-cp2-fp8-latent": Case(4, "wide-latent", f"--tp 2 --cp 2 --ep 4 {FP8['rowwise']}"),
+    "tp2-fp8-latent": Case(2, "wide-latent", f"--tp 2 --ep 2 {FP8['tensorwise']}"),
+    "pp2-ep2-fp8": Case(4, "moe", f"--pp 2 --ep 2 --grad-acc-steps 2 {FP8['rowwise']}"),
+    "tp2-fp8-compiled": Case(2, "qwen3", f"--tp 2 --pt-compile {FP8['tensorwise']}", True),
+    "tp2-mxfp8": Case(2, "wide", f"--tp 2 {FP8['mxfp8']}"),
+    "dp2-tp2-mxfp8": Case(4, "wide", f"--tp 2 --sac-freq 1/1 {FP8['mxfp8']}"),
+    "ep2-mxfp8": Case(2, "wide-moe", f"--ep 2 {FP8['mxfp8']}"),
     "pp2-compiled": Case(2, "qwen3", "--pp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
 }
 CASES |= {
@@ -261,6 +317,9 @@ MUTANTS = {
     "mutant-norms": Case(2, "qwen3", "--tp 2", mutant="norms' gradients stay partial"),
     "mutant-tied": Case(2, "gpt2", "--pp 2", mutant="a tied head's gradients stay apart"),
     "mutant-crosses": Case(2, "qwen3", f"--cp 2 {PACK}", mutant="documents see each other"),
+    "mutant-scales": Case(
+        2, "qwen3", f"--tp 2 {FP8['tensorwise']}", mutant="scales are of a rank's part"
+    ),
     "mutant-tie": Case(2, "moe", "--cp 2 --sac-freq 1/1", mutant="recomputation routes otherwise"),
 }
 CASES |= MUTANTS
@@ -330,7 +389,7 @@ def run_cases(names: list[str], out: Path) -> None:
 
 # The largest differences from one device; norms and gradients are relative. Of a mutant, and under bf16
 # (where roundings differ), only gradients of the first step are held to one device's.
-LIMITS = dict(loss=1e-5, valid=1e-5, norm=5e-6, later=1e-5, gradient=1e-5, at_end=1e-4)
+LIMITS = dict(loss=1e-5, valid=1e-5, norm=5e-6, later=3e-5, gradient=1e-5, at_end=1e-4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,15 +416,18 @@ def compare(name: str, out: Path) -> Difference:
     """A finished case against one device."""
     case = CASES[name]
     # A balance loss is of one micro batch.
-    micro = case.size("--grad-acc-steps") if MODELS[case.model].get("output_router_logits") else 1
-    bf16 = "--amp bf16" in case.flags
-    kinds = (BF16 if BF16 in case.flags else "--amp bf16", PACK, LORA, MTP)
+    pp = case.size("--pp")
+    micro = case.size("--grad-acc-steps", 2 * pp if pp > 1 else 1)
+    low = "--use-fp8" in case.flags  # and scales
+    micro = micro if low or MODELS[case.model].get("output_router_logits") else 1
+    kinds = (BF16 if BF16 in case.flags else "--amp bf16", PACK, LORA, MTP, *FP8.values())
     more = "".join(f" {flags}" for flags in kinds if flags in case.flags)
     alone, here = reference(case.model, micro, out, more), out / name
     steps = [steps_of(directory) for directory in (alone, here)]
     first = case.first
     clipped = [step["grad_norm"] > CLIPS.get(case.model, 0.3) for step in steps[0]]
-    assert clipped[0] and all(clipped) == (case.model not in CLIPS), "clipping is not as meant"
+    ends = case.model in CLIPS and not case.rough
+    assert clipped[0] and all(clipped) != ends, "clipping is not as meant"
     steps[0] = steps[0][first : case.steps]
     assert len(steps[0]) == len(steps[1]) == case.steps - first
     loss = max(abs(a["loss"] - b["loss"]) for a, b in zip(*steps, strict=True))
@@ -394,7 +456,7 @@ def compare(name: str, out: Path) -> Difference:
     facts = json.loads((here / "facts.json").read_text())
     if "moe" in case.model:
         assert 1 < metrics["expert_rows_max_over_mean"] < 8
-    exact = not (first or case.mutant or bf16)  # or a rounding may choose another expert
+    exact = not (first or case.mutant or case.rough)  # or a rounding may choose another expert
     if expected["expert_rows_max_over_mean"] and exact:
         fullest = expected["expert_rows_max_over_mean"]
         assert metrics["expert_rows_max_over_mean"] == pytest.approx(fullest)
@@ -412,7 +474,7 @@ def compare(name: str, out: Path) -> Difference:
                 pair = traffic_of(work, group).get(kind, 0), moved.get(kind, 0) / len(norms)
                 traffic |= {f"{kind} of {group}": pair} if pair[0] != pair[1] else {}
     numbers = loss, validation, max(norms[:3]), max(norms[3:], default=0.0), worst[most], last
-    limits = {"gradient": 1e-2 if bf16 else 1e-5} if case.steps == 2 else LIMITS
+    limits = {"gradient": case.rough or 1e-5} if case.steps == 2 else LIMITS
     return Difference(dict(zip(LIMITS, numbers, strict=True)), most, traffic, limits)
 
 

@@ -96,7 +96,7 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         whole = not model.config.has_experts(int(layer))
         if not whole:  # the experts themselves run eagerly
             mlp: Any = block.mlp
-            mlp.mixed = torch.compiler.disable(mlp.mixed)
+            mlp.sent, mlp.mixed = map(torch.compiler.disable, (mlp.sent, mlp.mixed))
         compiled = torch.compile(block.forward, mode=mode, fullgraph=whole, dynamic=False)
         block.forward = _named(compiled, f"blocks.{layer}")
     # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the

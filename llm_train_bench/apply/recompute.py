@@ -1,6 +1,8 @@
 """Selective activation checkpointing: which blocks recompute in backward, and which parts."""
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,20 +11,24 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.formulas.work import Recompute
+from llm_train_bench.model.experts import MixtureOfExperts
 from llm_train_bench.model.transformer import Transformer, saved_ops
 
 
-def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = None) -> None:
+def apply_recompute(
+    model: Transformer, recompute: Recompute, fp8: Fp8 | None = None, compiled: bool = False
+) -> None:
     """Let the chosen blocks drop activations in forward and recompute them in backward, in place.
 
     `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest; what tp ranks
-    gathered is gathered again. The block's
+    gathered is gathered again. Unless blocks are `compiled`, the choice of experts is kept too. The block's
     forward is replaced, not the block, so that parameter names stay as they are. Apply before
     compilation and before sharding. FP8 libraries have checkpoints that ignore the options.
     """
     in_attention, beside = model.config.attention_dropout, model.config.residual_dropout
     # A recomputation must draw the same random numbers again.
     options: dict[str, Any] = {"preserve_rng_state": in_attention > 0 or beside > 0}
+    contexts: Callable[[], Any] | None = None
     if recompute.policy == "op":
         ops = saved_ops(attention=not in_attention)
 
@@ -33,10 +39,34 @@ def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = 
             keeps = op in ops and not (gathers and args[2] == layout.names.get("tp"))
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep)
     for layer, block in model.blocks.items():
         if int(layer) in recompute.blocks:
-            block.forward = _checkpointed(block.forward, (fp8 or Fp8()).checkpoint, options)
+            both, mlp = contexts, getattr(block, "mlp", None)
+            if isinstance(mlp, MixtureOfExperts) and not compiled:
+                both = functools.partial(_with_choices, mlp, contexts)
+            more = {} if both is None else {"context_fn": both}
+            block.forward = _checkpointed(
+                block.forward, (fp8 or Fp8()).checkpoint, options | more
+            )
+
+
+def _with_choices(
+    mlp: MixtureOfExperts, contexts: Callable[[], Any] | None
+) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """Contexts of a block's forward and its recomputation, which takes the experts that forward took."""
+    others = (contextlib.nullcontext(),) * 2 if contexts is None else contexts()
+    return _phase(mlp, "keep", others[0]), _phase(mlp, "recall", others[1])
+
+
+@contextlib.contextmanager
+def _phase(mlp: MixtureOfExperts, phase: str, other: Any) -> Iterator[None]:
+    mlp.phase = phase if torch.is_grad_enabled() else ""
+    try:
+        with other:
+            yield
+    finally:
+        mlp.phase = ""
 
 
 def _checkpointed(forward, checkpoint, options: dict):

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.parameters import Shapes, layer_names, matrices, parameter_shapes
+from llm_train_bench.formulas.scales import reductions, shared_dimensions
 from llm_train_bench.formulas.work import OUR_TRAINER, Fsdp, Work, alike
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
-from llm_train_bench.model.shares import divided, part_shape, sharded_dimension
+from llm_train_bench.model.shares import cuts, divided, part_shape, sharded_dimension
 
 
 class Part(NamedTuple):
@@ -128,11 +129,14 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
         moved["all_gather"] += micro_steps * gathers * gathered
         moved["reduce_scatter"] += reductions * reduced
         moved["all_reduce"] += reductions * replicated
-        if divided(config, part.name) is None and fsdp.tp > 1:
+        if (how := divided(config, part.name)) is None and fsdp.tp > 1:
             rows, *rest = part.shape
             partial += min(-(-rows // part.mesh), rows) * math.prod(rest)
+        elif how is not None and how[0] == "tp" and fsdp.same_heads > 1:
+            same = sum(cut.length for cut in cuts(config, part.name, fsdp.tp, 0) if cut.copies > 1)
+            partial += same * math.prod(part.shape[1:]) / part.mesh
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
-        moved["all_reduce"] += 4 * partial
+        moved["all_reduce"] += round(4 * partial)
         if config.experts and config.experts.correction_rate:
             routers = sum(config.has_experts(i) for i in layers)
             moved["all_reduce"] += 4 * config.experts.number * routers
@@ -234,6 +238,8 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     again = layer in work.recompute.blocks and work.recompute.policy == "block" and work.trains
     back = int(work.trains)
     passes = 1 + back + again
+    # What no policy keeps.
+    repeats = int(layer in work.recompute.blocks and work.trains and work.recompute.policy != "cheap")
     experts = config.experts if config.has_experts(layer) else NO_EXPERTS
     if fsdp.tp > 1:
         gathered = own * fsdp.tp * config.hidden_size * w
@@ -242,7 +248,6 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         places = mixes + follows
         # Each place gathers and reduces forward, and the other way round backward. What ranks keep is
         # their shards: backward gathers it again, beside the gradient of the input.
-        repeats = int(layer in work.recompute.blocks and work.trains and work.recompute.policy != "cheap")
         inputs = [config.hidden_size] * places
         if mixes and (m := config.latent) and layer not in config.recurrent.layers:
             inputs = [m.q_rank or config.hidden_size, m.kv_rank] + [config.hidden_size] * follows
@@ -255,6 +260,8 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
             if work.keeps_shards:
                 yield TokenMoves("tp", "all_gather", back, size, fsdp.tp, 1, beside=True)
             yield TokenMoves("tp", "reduce_scatter", back, size, fsdp.tp, 1, work.keeps_shards)
+        if mixes and config.whole_qk_norm:  # mean squares of queries and keys, in fp32
+            yield TokenMoves("tp", "all_reduce", passes, 8 * work.gathered_tokens, fsdp.tp, 1)
         # A recomputation stops before the last reduction, unless a norm or a gate comes after it.
         last = config.ends_with_norm(layer)
         repeated = (mixes and (last or layer not in config.mixer_alone)) + (
@@ -264,7 +271,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         yield TokenMoves("tp", "reduce_scatter", reductions, gathered, fsdp.tp, 1)
     if fsdp.cp > 1:
         tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
-        kv_heads = heads if config.latent else config.num_key_value_heads // fsdp.tp
+        kv_heads = heads if config.latent else work.kv_heads
         kv = kv_heads * (config.head_dim + config.value_dim)
         widths = heads * config.head_dim + kv, heads * config.value_dim
         if layer in config.recurrent.layers:
@@ -280,12 +287,35 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
             size = tokens * fsdp.cp * kv * w
             yield TokenMoves("cp", "all_gather", 1 + again, size, fsdp.cp, fsdp.tp)
             yield TokenMoves("cp", "reduce_scatter", back, size, fsdp.cp, fsdp.tp)
+    for back_pass, number, kind in _scales_reduced(work, layer):
+        calls = back if back_pass else 1 + again
+        ranks, apart = (fsdp.tp, 1) if kind == "tp" else (fsdp.cp, fsdp.tp)
+        yield TokenMoves(kind, "all_reduce", calls, 4 * number, ranks, apart)
     if experts and fsdp.ep > 1:
         rows = own * experts.per_token * (experts.latent or config.hidden_size) * w
         yield TokenMoves("ep", "all_to_all", 2 * passes, rows, fsdp.ep, 1)
-        yield TokenMoves("ep", "all_to_all", 1 + again, 8 * experts.number, fsdp.ep, 1)
+        if not work.balanced:  # or it is always the same
+            counts = 1 + again * work.compiled
+            yield TokenMoves("ep", "all_to_all", counts, 8 * experts.number, fsdp.ep, 1)
     if experts.aux_loss and work.trains:
-        yield TokenMoves("ep", "all_reduce", 1 + again, 4 * experts.number, fsdp.ranks, 1)
+        yield TokenMoves("ep", "all_reduce", 1 + repeats, 4 * experts.number, fsdp.ranks, 1)
+
+
+def _scales_reduced(work: Work, layer: int) -> Iterator[tuple[bool, int, str]]:
+    """The largest magnitudes that ranks of a layer's parts join for FP8 (formulas/scales.py)."""
+    fsdp, config, names = work.fsdp, work.config, layer_names(work.config)
+    if fsdp.tp * fsdp.cp == 1 or work.fp8.backend != "torchao":
+        return
+    for kind, shape in config.block_shapes(layer).items():
+        if kind not in work.fp8.layers:
+            continue
+        name = f"blocks.{layer}.{names[kind]}"
+        m, k = part_shape(config, f"{name}.weight", shape, {"tp": fsdp.tp, "ep": fsdp.ep})
+        shared = shared_dimensions(config, name)
+        tokens = work.own_tokens if "tp" in shared["N"] else work.gathered_tokens
+        for each in reductions(work.fp8.recipe, shared, {"N": tokens, "M": m, "K": k}):
+            if getattr(fsdp, each[2]) > 1:
+                yield each
 
 
 def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hardware) -> float:

@@ -411,7 +411,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     if layer in config.recurrent.layers:
         return states_kept(work)
     tp, cp, d = fsdp.tp, fsdp.cp, config.hidden_size
-    heads, a, kv = config.num_attention_heads / tp, config.query_size / tp, config.kv_size / tp
+    heads, a, kv = config.num_attention_heads / tp, config.query_size / tp, work.kv_size
     values = heads * config.value_dim
     other = 4 * heads + (
         d / _input_shards(work) if te else 0
@@ -433,7 +433,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
         return numbers * work.gathered_tokens, other * work.gathered_tokens
     fused, rotated = a + 2 * kv, config.qk_norm or not config.learned_positions
     if config.qk_norm:
-        other += 4 * (heads + config.num_key_value_heads / tp)
+        other += 4 * (heads + work.kv_heads)
     if config.whole_qk_norm:
         numbers += a + kv  # made contiguous for the norms
     if in_blocks:
@@ -522,7 +522,7 @@ def _passing_activations(work: Work, layer: int) -> float:
     They include the block's input, the MLP's input and the norm's output: their callers hold them.
     """
     config, tp = work.config, work.fsdp.tp
-    f, a, kv = (n / tp for n in (config.intermediate_size, config.query_size, config.kv_size))
+    f, a, kv = config.intermediate_size / tp, config.query_size / tp, work.kv_size
     tokens = work.gathered_tokens
     if config.has_experts(layer):
         tokens, f = work.own_tokens * config.experts.per_token, config.experts.size
@@ -552,7 +552,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             total += times * w * work.own_tokens * d * (1 + config.is_mtp(layer))
         else:
             tp = work.fsdp.tp
-            a, kv = config.query_size / tp, config.kv_size / tp
+            a, kv = config.query_size / tp, work.kv_size
             part = 1.0 if work.recompute.policy == "op" else 0.5
             outputs = part * (1 if work.compiled else 2) * d  # compiled, not the last matmul's
             elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp

@@ -401,7 +401,7 @@ def block_bytes(work: Work, layer: int) -> float:
     config, w = work.config, work.matmul_bytes
     tp = work.fsdp.tp
     d, f = config.hidden_size, config.intermediate_size / tp
-    a, kv = config.query_size / tp, config.kv_size / tp
+    a, kv = config.query_size / tp, work.kv_size
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
     parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
     parts = parts * (1 + config.norm_around) + 3 * config.is_mtp(layer)

@@ -118,12 +118,16 @@ class Fsdp:
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    same_heads: int = 1
+    """tp ranks that have the same key/value head."""
     ulysses: bool = True
     """Whether cp ranks exchange heads for tokens; otherwise they gather keys and values."""
     pp: int = 1
     """Groups of ranks between which the layers are cut; `shards` and `replicas` are of one group."""
     virtual: int = 1
     """Stages of the pipeline that each of these groups has."""
+    layers: tuple[int, ...] = ()
+    """Blocks of each stage; empty for as equal numbers as can be."""
     used: bool = True
 
     def __bool__(self) -> bool:
@@ -145,7 +149,10 @@ class Fsdp:
         return self.pp * self.virtual
 
     def stage_layers(self, n: int, stage: int) -> range:
-        """The blocks, of `n`, of a pipeline's stage: as equal a number in each as can be."""
+        """The blocks, of `n`, of a pipeline's stage."""
+        if self.layers:
+            begin = sum(self.layers[:stage])
+            return range(begin, begin + self.layers[stage])
         return range(n * stage // self.stages, n * (stage + 1) // self.stages)
 
     def layers_of(self, n: int, pp_rank: int) -> list[int]:
@@ -341,6 +348,16 @@ class Work:
     def layers(self) -> range:
         """The numbers of the blocks."""
         return range(self.config.num_blocks)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads of a rank; where ranks are more, several have the same one."""
+        return max(1, self.config.num_key_value_heads // self.fsdp.tp)
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of a token's keys on a rank."""
+        return self.kv_heads * self.config.head_dim
 
     @property
     def own_tokens(self) -> int:

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import AMP_DTYPES
@@ -62,6 +64,8 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
             apart.append(shard(block.mlp.experts, mesh=meshes["experts"]))
         if work.config.has_experts(int(layer)) and work.config.experts.exact_router:
             apart.append(shard(block.mlp.router, mesh=meshes["dense"], mp_policy=exact))
+        for unit in apart:
+            _hide_from_policy(cast(nn.Module, unit))
         units.append([shard(block, mesh=meshes["dense"]), *apart])
     shard(model, mesh=meshes["dense"], reshard_after_forward=False)
     for i, (block, *_) in enumerate(units if ahead else []):
@@ -72,6 +76,26 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _hide_from_policy(unit: nn.Module) -> None:
+    """Run FSDP's hooks of a unit inside a block without the mode of selective checkpointing.
+
+    Forward gathers there, but a recomputation need not, and the mode insists on the same operators.
+    """
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args, **kwargs):
+            modes = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+            inside = isinstance(_get_current_dispatch_mode(), modes)
+            with _pop_mode_temporarily() if inside else contextlib.nullcontext():
+                return hook(*args, **kwargs)
+
+        return called
+
+    for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = hidden(hook)
 
 
 def no_sync(model: nn.Module, work: Work) -> Callable[[], contextlib.AbstractContextManager]:

@@ -6,21 +6,23 @@ Ulysses (Jacobs et al. 2023), or gathers keys and values (Llama 3, 3.3.2) where 
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from llm_train_bench.apply.sharded import place
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import inverse
 from llm_train_bench.model.layers import autocast_dtype
 from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, joined
-from llm_train_bench.model.products import LinearProduct, products_of
+from llm_train_bench.model.products import PLAIN, LinearProduct, products_of
 from llm_train_bench.model.shares import cuts, divided, whole_shape
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
@@ -59,12 +61,31 @@ def _reduce_scatter(x: Tensor, n: int, group: str) -> Tensor:
     return _Collective.apply(x, scatter, ("sum", n, group), gather, (n, group))
 
 
-def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-    """Rows to other ranks, `sent` and `received` of them by rank."""
-    exchange = _c10d.all_to_all_single
-    return _Collective.apply(
-        x, exchange, (received, sent, group), exchange, (sent, received, group)
-    )
+class _Sent(torch.autograd.Function):
+    """Rows on their way to other ranks; what runs before `_Arrived` runs beside it, also in backward."""
+
+    @staticmethod
+    def forward(ctx, rows, received, sent, group, returning):
+        ctx.returning = returning
+        return _c10d.all_to_all_single(rows.contiguous(), received, sent, group)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _c10d.wait_tensor(ctx.returning.pop()), None, None, None, None
+
+
+class _Arrived(torch.autograd.Function):
+    """Rows that `_Sent` sent; the gradients of those are `returning` until its backward."""
+
+    @staticmethod
+    def forward(ctx, rows, received, sent, group, returning):
+        ctx.args, ctx.returning = (sent, received, group), returning
+        return _c10d.wait_tensor(rows).view_as(rows)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.returning.append(_c10d.all_to_all_single(grads[0].contiguous(), *ctx.args))
+        return grads[0], None, None, None, None
 
 
 class _Added(torch.autograd.Function):
@@ -125,17 +146,25 @@ class RankLayout(ReplicaLayout):
             "same": (("rest", "same"), ranks.view(pp, -1)),
             "pp": (("rest", "pp"), ranks.view(pp, -1).T),
         }
+        if self.fsdp.same_heads > 1:
+            grids["heads"] = (("rest", "heads"), ranks.view(-1, self.fsdp.same_heads))
         meshes = {
             kind: DeviceMesh(device.type, grid, mesh_dim_names=names)
             for kind, (names, grid) in grids.items()
         }
         for mesh in meshes.values():
             set_timeouts(mesh, device, timeout_s)
-        of = {"tp": "dense", "ep": "experts"} | {g: g for g in ("cp", "batch", "same", "pp")}
+        of = {"tp": "dense", "ep": "experts"} | {g: g for g in grids if g not in ("dense", "experts")}
         self.groups = {kind: meshes[mesh].get_group(kind) for kind, mesh in of.items()}
         self.names = {kind: group.group_name for kind, group in self.groups.items()}
         self.stage = self.groups["same"] if pp > 1 else None
         return {kind: meshes[kind][dims] for kind in kinds}
+
+    def place_of(self, config: ModelConfig, name: str) -> tuple[int, int]:
+        """Among how many ranks a divided parameter is cut, and which of them this one is."""
+        how = divided(config, name)
+        assert how is not None
+        return getattr(self, how[0]), getattr(self, f"{how[0]}_rank")
 
     def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         """A parameter of that name, or its gradient, whole: a collective that all ranks must join."""
@@ -221,10 +250,11 @@ class RankLayout(ReplicaLayout):
     def added(self, numbers: Tensor) -> Tensor:
         return _Added.apply(numbers, self.names["tp"]) if self.tp > 1 else numbers
 
-    def highest(self, numbers: Tensor) -> Tensor:
-        if self.tp == 1:
-            return numbers
-        return _c10d.wait_tensor(_c10d.all_reduce(numbers, "max", self.names["tp"]))
+    def highest(self, numbers: Tensor, *kinds: str) -> Tensor:
+        for kind in kinds or ("tp",):
+            if getattr(self, kind) > 1:
+                numbers = _c10d.wait_tensor(_c10d.all_reduce(numbers, "max", self.names[kind]))
+        return numbers
 
     def columns(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
@@ -249,7 +279,13 @@ class RankLayout(ReplicaLayout):
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        y = self.scatter(F.linear(x, linear.weight))
+        products = products_of(linear)
+        if products is PLAIN:
+            y = F.linear(x, linear.weight)
+        else:
+            dtype = autocast_dtype(x.device) or x.dtype
+            y = LinearProduct.apply(x.to(dtype), linear.weight.to(dtype), products, None, None)
+        y = self.scatter(y)
         return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -264,15 +300,17 @@ class RankLayout(ReplicaLayout):
         n, (B, t, H, _) = self.cp, q.shape
         heads = [x.shape[2] // n for x in (q, k, v)]
         widths = [h * x.shape[3] for h, x in zip(heads, (q, k, v), strict=True)]
+        exchange = funcol.all_to_all_single_autograd
         ones, name = [1] * n, self.names["cp"]  # the i-th part goes to rank i, and comes from it
         sent = torch.cat([x.reshape(B, t, n, -1) for x in (q, k, v)], dim=-1).permute(2, 1, 0, 3)
-        here = _all_to_all(sent, ones, ones, name).flatten(0, 1)  # (T, B, widths)
+        here = exchange(sent.contiguous(), ones, ones, name).flatten(0, 1)  # (T, B, widths)
         parts = here.transpose(0, 1).split(widths, dim=-1)
         q, k, v = (p.unflatten(-1, (h, -1)) for p, h in zip(parts, heads, strict=True))
         y = attend(q, k, v, mask, self.cp_rank * heads[0])  # (B, T, H / n, D of values)
         back = y.flatten(2).transpose(0, 1).unflatten(0, (n, t))
         # (n, t, B, H / n x D): the part of the heads that each rank had.
-        return _all_to_all(back, ones, ones, name).permute(2, 1, 0, 3).reshape(B, t, H, -1)
+        back = exchange(back.contiguous(), ones, ones, name)
+        return back.permute(2, 1, 0, 3).reshape(B, t, H, -1)
 
     def _attend_by_tokens(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         """Own queries over all keys and values, which are gathered, and put in their order."""
@@ -282,18 +320,31 @@ class RankLayout(ReplicaLayout):
         k, v = (p.unflatten(-1, x.shape[2:]) for p, x in zip(parts, (k, v), strict=True))
         return attend(q, k, v, mask, 0)
 
-    def experts(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows go to the ranks that have their experts, and come back."""
+    def plan_rows(self, counts: Tensor) -> Any:
+        """Rows that come for each expert here from each rank (ep, E / ep), and numbers sent and received."""
         if self.ep == 1:
-            return experts(rows, counts)
-        name, n = self.names["ep"], self.ep
-        with torch.no_grad():
-            each = [len(counts) // n] * n
-            theirs = _c10d.wait_tensor(_c10d.all_to_all_single(counts, each, each, name))
-            theirs = theirs.view(n, -1)
-        sent, received = self.rows_to_send(counts.view(n, -1).sum(1), theirs.sum(1))
-        arrived = _all_to_all(rows, received, sent, name)
-        local = torch.arange(theirs.shape[1], device=rows.device).repeat(n)
+            return counts
+        # By an operator that selective checkpointing does not keep: a recomputation has the plan.
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.groups["ep"])
+        theirs = theirs.view(self.ep, -1)
+        return theirs, *self.rows_to_send(counts.view(self.ep, -1).sum(1), theirs.sum(1))
+
+    def send(self, rows: Tensor, plan: Any) -> Any:
+        if self.ep == 1:
+            return rows
+        _, sent, received = plan
+        returning: list[Tensor] = []
+        return _Sent.apply(rows, received, sent, self.names["ep"], returning), returning
+
+    def experts(self, experts: nn.Module, rows: Any, plan: Any) -> Tensor:
+        """Rows that come from all ranks go through the experts, and back."""
+        if self.ep == 1:
+            return experts(rows, plan)
+        name, n, (theirs, sent, received) = self.names["ep"], self.ep, plan
+        coming, returning = rows
+        arrived = _Arrived.apply(coming, received, sent, name, returning)
+        local = torch.arange(theirs.shape[1], device=arrived.device).repeat(n)
         expert = torch.repeat_interleave(local, theirs.flatten(), output_size=len(arrived))
         order = expert.argsort(stable=True)
         totals = theirs.sum(0)
@@ -302,10 +353,10 @@ class RankLayout(ReplicaLayout):
             y = experts(F.pad(arrived, (0, 0, 0, 1)), totals)[:0]
         else:
             y = experts(arrived[order], totals)
-        return _all_to_all(y[inverse(order)], sent, received, name)
+        return funcol.all_to_all_single_autograd(y[inverse(order)], sent, received, name)
 
     def rows_to_send(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
-        """Rows to and from each of the ep ranks: the one wait for the device of a layer."""
+        """Rows to and from each of the ep ranks: a layer's one wait for the device, in its forward."""
         there, here = torch.stack((sent, received)).tolist()
         return there, here
 
@@ -337,6 +388,13 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     return cast(DTensor, parameter.grad).to_local()
 
 
+def own_rows(parameter: nn.Parameter, begin: int, end: int) -> Tensor:
+    """Those of a parameter's rows from `begin` to `end` whose gradients are in this rank's part."""
+    local, (offset, *_), _, _, _ = place(cast(Tensor, parameter.grad))
+    first, last = (min(max(row - offset, 0), len(local)) for row in (begin, end))
+    return local[first:last]
+
+
 class Gradients:
     """The gradients of a model in a layout: completing them, their norm, and scaling them.
 
@@ -349,6 +407,8 @@ class Gradients:
         self.tied: nn.Parameter | None = None
         self.partial: list[nn.Parameter] = []
         self.copies: list[tuple[nn.Parameter, int]] = []
+        # Rows of which several neighbouring ranks have the same: key/value heads fewer than ranks.
+        self.repeated: list[tuple[nn.Parameter, int, int]] = []
         for name, parameter in model.weights():
             if not parameter.requires_grad:
                 continue
@@ -359,6 +419,12 @@ class Gradients:
             if name == "embed.weight" and model.config.tie_word_embeddings and layout.pp > 1:
                 self.tied, copies = parameter, 2 * copies  # of the first and of the last stage
             self.copies.append((parameter, copies))
+            if not whole and layout.fsdp.same_heads > 1:
+                begin = 0
+                for cut in cuts(model.config, name, *layout.place_of(model.config, name)):
+                    if cut.copies > 1:
+                        self.repeated.append((parameter, begin, begin + cut.length))
+                    begin += cut.length
         device = self.copies[0][0].device
         self.weights = torch.tensor([1 / n for _, n in self.copies], device=device)
 
@@ -374,9 +440,18 @@ class Gradients:
             dist.all_reduce(flat, group=self.layout.groups["tp"])
             for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
                 part.copy_(values.view_as(part))
+        square = torch.zeros((), device=self.weights.device)
+        if self.repeated:
+            parts = [own_rows(*repeated) for repeated in self.repeated]
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat, group=self.layout.groups["heads"])
+            for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                part.copy_(values.view_as(part))
+            square = flat.float().square().sum() / self.layout.fsdp.replicas
+            square *= 1 / self.layout.fsdp.same_heads - 1
         parts = [local_gradient(p) for p, _ in self.copies]
         norms = torch.stack(torch.ops.aten._foreach_norm(parts, 2, torch.float32))
-        total = (norms.square() * self.weights).sum()
+        total = (norms.square() * self.weights).sum() + square
         dist.all_reduce(total)
         return total.sqrt()
 

@@ -64,8 +64,8 @@ def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex", "blocks"]
 Linear = Literal["auto", "plain", "onednn", "te"]
 TrackerName = Literal["wandb", "mlflow", "openmetrics"]
-TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8"]
-TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
+TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 DdpMode = Literal["bucketed", "bucketed-after", "parameter", "parameter-after", "flat"]
 
@@ -144,8 +144,9 @@ class Fp8Flags:
     use_fp8: Run the linear layers of the blocks in FP8.
     fp8_backend: FP8 library. auto: the one that has --fp8-recipe. Without a recipe: te, or torchao
         with --pt-compile, --fp8-emulate or --fp8-all-gather.
-    fp8_recipe: Scaling of tensors to FP8. te: current (default), delayed, blockwise, mxfp8.
-        torchao: tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16).
+    fp8_recipe: Scaling of tensors to FP8. te: current (default), delayed, blockwise, mxfp8, nvfp4.
+        torchao: tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16), mxfp8,
+        nvfp4 (emulated). nvfp4 has 4 bits.
     fp8_emulate: Compute the FP8 results in higher precision, on any device (torchao). Not a
         measure of speed.
     fp8_all_gather: Gather the weights of the blocks in FP8. torchao: with the tensorwise recipe.
@@ -382,10 +383,12 @@ class PipelineFlags:
 
     pp: Split the layers over N groups of neighbouring ranks. train_pp.py uses 2 by default.
     pp_virtual: Stages per rank. 1 uses the schedule 1F1B, more use Interleaved1F1B.
+    pp_layers: Blocks of each stage, such as 16 16 15 with --pp 3. By default as equal as can be.
     """
 
     pp: int | None = flag(None, SPEED, scripts=(Script.PP,), at_least=2)
     pp_virtual: int = flag(1, SPEED, scripts=(Script.PP,), at_least=1)
+    pp_layers: tuple[int, ...] = flag((), SPEED, scripts=(Script.PP,))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.hf_names import adapted_rows, hf_names
 from llm_train_bench.model.shapes import Lora
+from llm_train_bench.model.shares import copies_of_heads, part_shape
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
@@ -198,11 +199,7 @@ def make_plan(
             raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
         stages = (args.pp or 2, args.pp_virtual) if script is Script.PP else (1, 1)
         fsdp = resolve_layout(args.part(FsdpFlags), *stages, config, seq_len, world)
-        if fsdp.tp > 1 and config.experts and args.sac_freq and args.sac_policy == "op":
-            raise UsageError(
-                f"--tp {fsdp.tp} --sac-policy op: {config.path} has experts, whose gathers the policy "
-                "cannot tell from activations; use --sac-policy block"
-            )
+        fsdp = dataclasses.replace(fsdp, layers=args.pp_layers)
         if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
             # One would leave ranks idle.
             batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)
@@ -353,12 +350,8 @@ def resolve_layout(
     tp, cp, ep = flags.tp, flags.cp, flags.ep
     if ep > 1 and not any(config.has_experts(i) for i in range(config.num_hidden_layers)):
         raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
-    if tp > 1 and config.whole_qk_norm:
-        raise UsageError(
-            f"--tp {tp}: {config.path} has norms of queries and keys that span all heads; use --cp"
-        )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes, r = [heads, kv_heads], config.recurrent
+    sizes, r = [heads, kv_heads if tp % kv_heads else heads], config.recurrent
     if any("down" in config.mlp_shapes(i) for i in range(config.num_hidden_layers)):
         sizes.append(config.intermediate_size)
     if r:
@@ -379,7 +372,7 @@ def resolve_layout(
     if ep > 1:
         _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
         _must_divide("--ep", ep, f"the {shards} ranks of a replica", shards)
-    ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
+    ulysses = heads // tp % cp == 0 and max(1, kv_heads // tp) % cp == 0
     groups = r.groups // tp
     even = cp == 1 or not r or (r.heads // tp % cp == 0 and 0 in (groups % cp, cp % groups))
     if not even or (cp > 1 and r and not ulysses):
@@ -393,9 +386,8 @@ def resolve_layout(
     reshard = flags.reshard_after_forward == "always" and pp == 1
     names = ("reduce_dtype", "prefetch", "cpu_offload", "reduce_last", "tp", "cp", "ep")
     same: dict[str, Any] = {name: getattr(flags, name) for name in names}
-    return Fsdp(
-        shards, flags.dp_replicate, reshard, ulysses=ulysses, pp=pp, virtual=virtual, **same
-    )
+    same |= dict(same_heads=copies_of_heads(config, tp), pp=pp, virtual=virtual)
+    return Fsdp(shards, flags.dp_replicate, reshard, ulysses=ulysses, **same)
 
 
 def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: int | None) -> None:
@@ -405,6 +397,15 @@ def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: in
         raise UsageError(
             f"--pp {pp} x --pp-virtual {virtual} = {fsdp.stages} stages: {config.path} has only "
             f"{config.num_hidden_layers} blocks; use no more stages"
+        )
+    if fsdp.layers and (len(fsdp.layers) != fsdp.stages or min(fsdp.layers) < 1):
+        raise UsageError(
+            f"--pp-layers: {len(fsdp.layers)} numbers for {fsdp.stages} stages; give each stage 1 or more"
+        )
+    if fsdp.layers and sum(fsdp.layers) != config.num_hidden_layers:
+        raise UsageError(
+            f"--pp-layers: the numbers add up to {sum(fsdp.layers)}, but {config.path} has "
+            f"{config.num_hidden_layers} blocks"
         )
     if micro < pp or (virtual > 1 and micro % pp):
         few = max(1, -(-micro // pp)) * pp
@@ -483,7 +484,7 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
 
 def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
     """UsageError for what FP8 libraries, or (`te`) Transformer Engine's modules, have no layers for."""
-    unable = {"experts": config.experts, "latent attention": config.latent}
+    unable = {"experts": te and config.experts, "latent attention": te and config.latent}
     unable["layers with states"] = config.recurrent
     unable["norms after its layers"] = te and (config.norm_after or config.norm_around)
     unable["norms of 1 + weight"] = te and config.norm_offset
@@ -524,19 +525,30 @@ def resolve_lora(flags: LoraFlags, work: Work) -> Lora:
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
     """The linear layers of a block that run in FP8; UsageError where the sizes do not allow it."""
-    config, tokens, recipe = work.config, work.batch.micro_tokens, flags.fp8_recipe
+    config, recipe = work.config, flags.fp8_recipe
     te = flags.fp8_backend == "te"
     refuse_te(config, "--use-fp8", te)
     multiple = 16
     if recipe == "mxfp8":  # a scale per 32 numbers; hipBLASLt's matmuls sum over multiples of 128
         multiple = 128 if platform == "amd" else 32
-    # The weight's gradient is summed over tokens; if not in FP8, their number need not divide.
+    # The weight's gradient is summed over a rank's tokens; if not in FP8, their number need not divide.
+    tokens = work.own_tokens if config.latent or config.experts else work.gathered_tokens
     if tokens % multiple and recipe != "rowwise_with_gw_hp":
         raise UsageError(
-            f"--use-fp8 with {recipe}: --bsz x --seq-len = {tokens} tokens is not a multiple of "
-            f"{multiple}; change either"
+            f"--use-fp8 with {recipe}: --bsz x --seq-len = {tokens} tokens of a rank is not a multiple "
+            f"of {multiple}; change either"
         )
-    shapes, names = config.block_shapes(), layer_names(config)
+    shapes, names = {}, layer_names(config)
+    parts = {"tp": work.fsdp.tp, "ep": work.fsdp.ep}
+    for i in work.layers:
+        found = config.block_shapes(i)
+        if recipe != "nvfp4":
+            found = found | config.expert_shapes(i)
+        for kind, shape in found.items():
+            if kind in ("router", "shared_gate"):
+                continue
+            part = part_shape(config, f"blocks.{i}.{names[kind]}.weight", shape, parts)
+            shapes[kind] = shape if kind.startswith("experts") else part
     modules = {names[layer]: [layer] for layer in shapes}
     sizes = {names[layer]: shape for layer, shape in shapes.items()}
     if te:  # its MLP is one module
@@ -568,8 +580,12 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
                     f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not "
                     f"divide over {shards} ranks in multiples of {rows}; leave it out"
                 )
-    parts = "embeddings, attention" if te else "embeddings, norms, attention"
-    always = {"head": "always", parts: "no linear layers"}
+    kept = "embeddings, attention" if te else "embeddings, norms, attention"
+    always = {"head": "always", kept: "no linear layers"}
+    if config.experts:
+        always["router"] = "always"
+        if recipe == "nvfp4":
+            always["experts"] = "no grouped matmuls of 4 bits"
     return Fp8Work(
         flags.fp8_backend,
         recipe,

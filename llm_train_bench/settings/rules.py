@@ -42,8 +42,9 @@ def _te_gathers(a: Args) -> bool:
 # fmt: off
 # Precision, compilation, checkpointing and layouts: the message, and when it applies to (args, script).
 TOGGLES = (
-    ("--use-fp8 with --amp off or fp16: FP8 matmuls take and return bf16; use --amp bf16",
-     lambda a, s: a.use_fp8 and a.amp != "bf16"),
+    ("--use-fp8 with --amp off or fp16: FP8 matmuls take and return bf16; use --amp bf16 (or --amp off "
+     "with --fp8-emulate)",
+     lambda a, s: a.use_fp8 and not (a.amp == "bf16" or (a.amp == "off" and a.fp8_emulate))),
     ("--fp8-backend te with --pt-compile: torch.compile cannot trace Transformer Engine's modules; use "
      "--fp8-backend torchao, or leave out --pt-compile",
      lambda a, s: a.use_fp8 and a.fp8_backend == "te" and a.pt_compile),
@@ -62,14 +63,13 @@ TOGGLES = (
      lambda a, s: _divided(a) and a.amp == "fp16"),
     ("train_pp.py with --amp fp16: the first stages do not know the loss scale; use --amp bf16",
      lambda a, s: s is Script.PP and a.amp == "fp16"),
-    ("train_pp.py with --use-fp8: FP8 in pipeline stages is not tested yet; use train_fsdp.py",
-     lambda a, s: s is Script.PP and a.use_fp8),
-    ("--tp, --cp or --ep with --use-fp8: only whole layers are converted to FP8; use --amp bf16, or data "
-     "parallelism alone",
-     lambda a, s: _divided(a) and a.use_fp8),
-    ("--ep with --sac-policy op: the policy cannot tell gathered experts from activations; use "
-     "--sac-policy block",
-     lambda a, s: a.ep > 1 and a.sac_freq and a.sac_policy == "op"),
+    ("--tp, --cp, --ep or train_pp.py with --fp8-backend te: its modules are for whole layers here; use "
+     "--fp8-backend torchao",
+     lambda a, s: (_divided(a) or s is Script.PP) and a.use_fp8 and a.fp8_backend == "te"),
+    ("--fp8-recipe mxfp8 or nvfp4 of torchao with --pt-compile: these prototypes run eagerly here; leave it "
+     "out",
+     lambda a, s: a.use_fp8 and a.fp8_backend == "torchao" and a.pt_compile
+     and a.fp8_recipe in ("mxfp8", "nvfp4")),
 )
 # All other flags that contradict each other.
 CONTRADICTIONS = (
@@ -173,8 +173,8 @@ CONTRADICTIONS = (
      lambda a, s: a.fp8_emulate and a.fp8_backend == "te"),
     ("--fp8-all-gather with --fp8-backend torchao needs --fp8-recipe tensorwise",
      lambda a, s: a.fp8_all_gather and a.fp8_backend == "torchao" and a.fp8_recipe != "tensorwise"),
-    ("--fp8-all-gather does not work with --cpu-offload; leave out one of the two",
-     lambda a, s: a.fp8_all_gather and a.cpu_offload),
+    ("--fp8-all-gather does not work with --cpu-offload, --tp, --cp or --ep; leave out one of the two",
+     lambda a, s: a.fp8_all_gather and (a.cpu_offload or _divided(a))),
     ("--fp8-all-gather with --fp8-backend te does not work with --fp8-recipe blockwise, --sac-freq, "
      "--optimizer sgd, --dp-replicate or --export; leave out --fp8-all-gather, or those",
      lambda a, s: _te_gathers(a) and (a.fp8_recipe == "blockwise" or a.sac_freq or a.optimizer == "sgd"
@@ -193,7 +193,8 @@ def check(args: Checked, script: Script) -> Checked:
         if script not in flag.scripts and changed(args, [name]):
             raise UsageError(foreign(name, script))
     if args.use_fp8:
-        backend, recipe = resolve_fp8(args.part(Fp8Flags), args.pt_compile)
+        divided = _divided(args) or script is Script.PP
+        backend, recipe = resolve_fp8(args.part(Fp8Flags), args.pt_compile, divided)
         args = dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)
     if args.sac_freq is not None:
         parse_sac_freq(args.sac_freq)
@@ -214,13 +215,14 @@ def foreign(name: str, script: Script) -> str:
     return f"{flag_of(name)} has no meaning for {script}; it is for {scripts}"
 
 
-def resolve_fp8(args: Fp8Flags, compiled: bool) -> tuple[str, str]:
+def resolve_fp8(args: Fp8Flags, compiled: bool, divided: bool = False) -> tuple[str, str]:
     """Backend and recipe with `auto` resolved; UsageError where they contradict each other."""
     backend, recipe = args.fp8_backend, args.fp8_recipe
     if backend == "auto":
-        by_recipe = next((b for b, recipes in FP8_RECIPES.items() if recipe in recipes), None)
-        torchao = compiled or args.fp8_emulate or args.fp8_all_gather
-        backend = by_recipe or ("torchao" if torchao else "te")
+        torchao = compiled or args.fp8_emulate or args.fp8_all_gather or divided
+        first = "torchao" if torchao else "te"
+        backends = [first, *(b for b in FP8_RECIPES if b != first)]
+        backend = next((b for b in backends if recipe in ("auto", *FP8_RECIPES[b])), first)
     if recipe == "auto":
         recipe = FP8_RECIPES[backend][0]
     if recipe not in FP8_RECIPES[backend]:

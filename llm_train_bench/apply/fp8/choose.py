@@ -1,22 +1,23 @@
 """FP8 by the library that --fp8-backend names, or Transformer Engine's modules without it."""
 
+from typing import cast
+
 import torch
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.fp8.te import apply_te
 from llm_train_bench.apply.fp8.torchao import apply_torchao
 from llm_train_bench.formulas.work import Work
+from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.transformer import Transformer
 
 
-def apply_fp8(model: Transformer, work: Work, device: torch.device) -> Fp8:
-    """Convert the blocks of a meta-device model as --use-fp8 or --linear te asks, in place.
+def apply_fp8(model: HasWeights, work: Work, device: torch.device) -> Fp8:
+    """Convert the blocks of a meta-device model, or of a pipeline's stages, as --use-fp8 or --linear te asks, in place.
 
     UsageError where the hardware or an absent library stands against it. Embeddings, norms, attention,
     head and loss stay in high precision.
     """
-    if work.linear == "te":
-        return apply_te(model, work, device)
-    if not work.fp8:
-        return Fp8()
-    return {"te": apply_te, "torchao": apply_torchao}[work.fp8.backend](model, work, device)
+    if work.linear == "te" or work.fp8.backend == "te":
+        return apply_te(cast(Transformer, model), work, device)
+    return apply_torchao(model, work, device) if work.fp8 else Fp8()

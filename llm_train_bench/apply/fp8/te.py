@@ -23,8 +23,9 @@ RECIPES = {
     "current": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
 }
-SUPPORT = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
+SUPPORT = {"nvfp4": "is_nvfp4_available", "mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,13 +120,7 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
             f"--fp8-all-gather: Transformer Engine {version()} has none that FSDP2 shards; update it"
         )
     excluded = {name for name, layers in TE_MODULES.items() if not {*layers} <= {*fp8.layers}}
-    linear = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and te_blocks.layer_of(name) in TE_MODULES.keys() - excluded
-    ]
-    info = describe_fp8(fp8, version(), linear)
+    info = describe_fp8(work, version())
     # A cast for one micro batch serves the next ones of its step, where no weight is sharded.
     cached = work.batch.grad_acc_steps > 1 and not fp8.primary_weights
     primary = recipe if fp8.primary_weights else None

@@ -1,18 +1,27 @@
 """FP8 by torchao: which linear layers run in it, and on what hardware."""
 
 import dataclasses
+import functools
 import os
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from llm_train_bench.apply.fp8 import reference
 from llm_train_bench.apply.fp8.base import Fp8, describe_fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import how_to_install
 from llm_train_bench.formulas.parameters import layer_names
+from llm_train_bench.formulas.scales import PRODUCTS, SCALES, shared_dimensions
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.experts import Stacked
+from llm_train_bench.model.layout import HasWeights, Layout
+from llm_train_bench.model.products import ProductLinear, Products
 from llm_train_bench.results.schema import Fp8Info
+
+# The oldest with the functions of torchao.prototype.moe_training that are used here.
+PROTOTYPES = (0, 18)
 
 
 class TorchaoFp8(Fp8):
@@ -29,7 +38,99 @@ class TorchaoFp8(Fp8):
             precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def apply_torchao(model: Transformer, work: Work, device: torch.device) -> TorchaoFp8:
+class ScaledProducts(Products):
+    """torchao's FP8 products of a rank's part of a layer; scales are of the whole operands.
+
+    `whole` joins the largest magnitudes of an operand over the ranks that divide a dimension.
+    """
+
+    def __init__(self, recipe: str, emulated: bool, layout: Layout, shared: dict[str, tuple[str, ...]]):
+        from torchao.float8 import Float8LinearConfig
+        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+        self.recipe, self.layout, self.shared = recipe, layout, shared
+        c = Float8LinearConfig.from_recipe_name(recipe)
+        self.rounds = c.round_scales_to_power_of_2
+        self.formats = {
+            "output": (c.cast_config_input, c.cast_config_weight),
+            "of_input": (c.cast_config_grad_output, c.cast_config_weight_for_grad_input),
+            "of_weight": (
+                c.cast_config_grad_output_for_grad_weight,
+                c.cast_config_input_for_grad_weight,
+            ),
+        }
+        matmuls = (c.gemm_config_output, c.gemm_config_grad_input, c.gemm_config_grad_weight)
+        matmul = LinearMMConfig(
+            *(ScaledMMConfig(emulated, m.use_fast_accum, False, c.pad_inner_dim) for m in matmuls)
+        )
+        self.matmul = matmul
+
+    def cast(self, product: str, first: bool, operand: Tensor) -> Tensor:
+        """An operand in FP8, or as it is where the recipe leaves it."""
+        from torchao.float8.float8_training_tensor import (
+            GemmInputRole,
+            hp_tensor_and_scale_to_float8,
+        )
+        from torchao.float8.float8_utils import amax_to_scale
+
+        *operands, over = PRODUCTS[product]
+        name, dims = operands[not first]
+        scale = SCALES[self.recipe][product][not first]
+        if scale is None:
+            return operand
+        axis, dtype = dims.index(over) - 2, self.formats[product][not first].target_dtype
+        rows, magnitude = scale == "rows", operand.abs()
+        amax = magnitude.amax(axis, keepdim=True) if rows else magnitude.max()
+        kinds = [kind for dim in (over if rows else dims) for kind in self.shared[dim]]
+        amax = self.layout.highest(amax.float(), *kinds) if kinds else amax
+        role = {"x": "INPUT", "weight": "WEIGHT", "grad": "GRAD_OUTPUT"}[name]
+        axis = (0 if axis == -2 else -1) if rows else None
+        return hp_tensor_and_scale_to_float8(
+            operand, amax_to_scale(amax, dtype, self.rounds), dtype, self.matmul,
+            GemmInputRole[role], axis,
+        )  # fmt: skip
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(self.cast("output", True, x), self.cast("output", False, weight.t()))
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        low = self.cast("of_input", False, weight.t())
+        return torch.mm(self.cast("of_input", True, grad), low.t())
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        low = self.cast("of_weight", True, grad)
+        return torch.mm(low.t(), self.cast("of_weight", False, x))
+
+
+class MicroscaledProducts(Products):
+    """torchao's MXFP8 products: blocks of 32 numbers along the dimension that is summed over."""
+
+    def __init__(self, emulated: bool):
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        kernels = KernelPreference.EMULATED if emulated else KernelPreference.AUTO
+        options = {"kernel_preference": kernels, "scaling_mode": ScaleCalculationMode.RCEIL}
+        self.to = functools.partial(
+            MXTensor.to_mx, elem_dtype=torch.float8_e4m3fn, block_size=32, **options
+        )
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """(A, S) and (B, S) to (A, B), both in blocks along S."""
+        return torch.mm(self.to(left.contiguous()), self.to(right.contiguous()).t())
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.product(x, weight)
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self.product(grad, weight.t())
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        return self.product(grad.t(), x.t())
+
+
+def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> TorchaoFp8:
     """Convert the blocks' linear layers, in place; UsageError without the hardware or the library."""
     # Its compiled extensions serve other purposes, and warn where they do not fit the machine.
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
@@ -42,22 +143,94 @@ def apply_torchao(model: Transformer, work: Work, device: torch.device) -> Torch
     fp8, names = work.fp8, layer_names(work.config)
     if not fp8.emulated:
         _check_device(device, fp8.recipe)
+    if fp8.recipe == "mxfp8" or any(layer.startswith("experts") for layer in fp8.layers):
+        _check_version(torchao.__version__, fp8.recipe)
     ends = tuple(f".{names[layer]}" for layer in fp8.layers)
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith("blocks.") and name.endswith(ends)
-    }
-    convert_to_float8_training(
-        model,
-        config=dataclasses.replace(
-            Float8LinearConfig.from_recipe_name(fp8.recipe),
-            emulate=fp8.emulated,
-            enable_fsdp_float8_all_gather=fp8.all_gather,
-        ),
-        module_filter_fn=lambda module, name: name in linear,
-    )
-    return TorchaoFp8(describe_fp8(fp8, torchao.__version__, linear.values()))
+    for part in getattr(model, "stages", [model]):
+        found = {n: m for n, m in part.named_modules() if n.startswith("blocks.") and n.endswith(ends)}
+        linear = {name for name, module in found.items() if type(module) is nn.Linear}
+        for module in found.values():
+            if isinstance(module, Stacked):
+                module.product = functools.partial(grouped, fp8.recipe, fp8.emulated)
+        if fp8.recipe in SCALES and fp8.recipe != "nvfp4" and not work.fsdp.divided:
+            convert_to_float8_training(
+                part,
+                config=dataclasses.replace(
+                    Float8LinearConfig.from_recipe_name(fp8.recipe),
+                    emulate=fp8.emulated,
+                    enable_fsdp_float8_all_gather=fp8.all_gather,
+                ),
+                module_filter_fn=lambda module, name: name in linear,  # noqa: B023
+            )
+            continue
+        for name in linear:
+            module: Any = found[name]
+            module.__class__ = ProductLinear
+            module.products = _products(work, name, model.layout)
+    return TorchaoFp8(describe_fp8(work, torchao.__version__))
+
+
+def _products(work: Work, name: str, layout: Layout) -> Products:
+    """The products of a layer in the run's recipe."""
+    fp8, shared = work.fp8, shared_dimensions(work.config, name)
+    if fp8.recipe == "mxfp8":
+        return MicroscaledProducts(fp8.emulated)
+    if fp8.recipe == "nvfp4":
+        return reference.Nvfp4Products(name, layout, shared)
+    return ScaledProducts(fp8.recipe, fp8.emulated, layout, shared)
+
+
+def grouped(recipe: str, emulated: bool, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """A grouped matmul of rows (R, K) and weights (E, K, M) in FP8, each expert scaled by itself.
+
+    Kernels take groups in multiples of their rows: they are filled up with zeros. MXFP8 is torchao's on
+    any device; FP8 is scaled by rows under every recipe, as torchao's kernels have it.
+    """
+    if recipe != "mxfp8" and emulated:
+        return reference.GroupedProduct.apply(rows, weight.transpose(1, 2), ends)
+    from torchao.prototype import moe_training
+
+    filled, ends, places = fill_groups(rows, ends, 32 if recipe == "mxfp8" else 16)
+    if recipe == "mxfp8":
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        kernels = KernelPreference.EMULATED if emulated else KernelPreference.AUTO
+        out = moe_training._to_mxfp8_then_scaled_grouped_mm(
+            filled, weight, ends, out_dtype=torch.bfloat16, kernel_preference=kernels,
+            wgrad_with_hp=False, pad_token_groups_for_grouped_mm=False,
+        )  # fmt: skip
+    else:
+        out = moe_training._to_fp8_rowwise_then_scaled_grouped_mm(
+            filled, weight, ends, out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=False
+        )
+    return out[places].to(rows.dtype)
+
+
+def fill_groups(rows: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (R, K) with zeros after each group up to a multiple, where groups end, and rows' places.
+
+    The size is the most that there can be, so that the host need not wait for the numbers.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    filled = -(-counts // multiple) * multiple
+    new_ends = filled.cumsum(0, dtype=torch.int32)
+    added = (new_ends - filled) - (ends - counts)  # rows that come before a group besides
+    number = torch.arange(len(rows), device=rows.device)
+    group = torch.bucketize(number, ends.to(number.dtype), right=True)
+    places = number + added[group]
+    size = -(-(len(rows) + len(ends) * (multiple - 1)) // multiple) * multiple
+    whole = rows.new_zeros(size, rows.shape[1]).index_copy(0, places, rows)
+    return whole, new_ends, places
+
+
+def _check_version(version: str, recipe: str) -> None:
+    """UsageError where torchao lacks the prototypes."""
+    numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:2])
+    if numbers < PROTOTYPES:
+        needed = ".".join(map(str, PROTOTYPES))
+        raise UsageError(
+            f"--fp8-recipe {recipe}: torchao {version} has no such matmuls; {needed} has"
+        )
 
 
 def _check_device(device: torch.device, recipe: str) -> None:
@@ -66,14 +239,22 @@ def _check_device(device: torch.device, recipe: str) -> None:
         raise UsageError(
             "--use-fp8: a CPU has no FP8 matmuls; --fp8-emulate computes what they would, slowly"
         )
+    if recipe == "nvfp4":
+        raise UsageError(
+            "--fp8-recipe nvfp4: --fp8-backend torchao only emulates it here; use --fp8-backend te"
+        )
     name = torch.cuda.get_device_name(device)
     if torch.version.hip:
         architecture = torch.cuda.get_device_properties(device).gcnArchName
-        if not architecture.startswith(("gfx94", "gfx95")):
-            raise UsageError(f"--use-fp8: {name} ({architecture}) has no FP8 matmuls; MI300 has")
+        known = ("gfx95",) if recipe == "mxfp8" else ("gfx94", "gfx95")
+        if not architecture.startswith(known):
+            better = "MI355X" if recipe == "mxfp8" else "MI300"
+            raise UsageError(
+                f"--fp8-recipe {recipe}: {name} ({architecture}) has no such matmuls; {better} has"
+            )
         return
     # PyTorch's scaled matmul by rows may hang on 8.9 before 2.12 (pytorch/pytorch#177651).
-    needed = (8, 9) if recipe == "tensorwise" else (9, 0)
+    needed = {"tensorwise": (8, 9), "mxfp8": (10, 0)}.get(recipe, (9, 0))
     has = torch.cuda.get_device_capability(device)
     if has < needed:
         advice = "use --fp8-recipe tensorwise" if has >= (8, 9) else "leave out --use-fp8"
