@@ -113,13 +113,8 @@ class Case:
 
     @property
     def rough(self) -> float:
-        """Where a rounding may go the other way, the limit of the first gradients; else 0.
-
-        With scales that are powers of two few do; others move all numbers towards other neighbours.
-        """
-        if "--amp bf16" in self.flags:
-            return 1e-2
-        return ("--use-fp8" in self.flags) * (3e-2 if FP8["tensorwise"] in self.flags else 2e-3)
+        """Where a rounding may go the other way, the limit of the first gradients; else 0."""
+        return 1e-2 if "--amp bf16" in self.flags else 3e-2 * ("--use-fp8" in self.flags)
 
     def size(self, flag: str, default: int = 1) -> int:
         words = self.flags.split()
