@@ -87,11 +87,13 @@ MODELS["wide-latent"] = MODELS["deepseek"] | dict(
 )  # fmt: skip
 MODELS["wide-moe"] = MODELS["moe"] | dict(intermediate_size=128)
 # Multi-token prediction, of two modules or of one.
+MODELS["gpt2-deep"] = MODELS["gpt2"] | dict(n_layer=4)
+MODELS["moe-deep"] = MODELS["moe"] | dict(num_hidden_layers=4)
 MODELS["deepseek-mtp"] = MODELS["deepseek"] | dict(num_nextn_predict_layers=2)
 MODELS["glm-few-mtp"] = MODELS["glm"] | dict(num_key_value_heads=2, num_nextn_predict_layers=2)
 MODELS["delta-mtp"] = MODELS["delta"] | dict(mtp_num_hidden_layers=1)
 # --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
-CLIPS = {"gpt2": 0.8, "deep": 1.1, "gpt_oss": 0.85, "lopsided": 0.7}
+CLIPS = {"gpt2": 0.8, "gpt2-deep": 0.8, "deep": 1.1, "gpt_oss": 0.85, "lopsided": 0.7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +183,14 @@ CASES = {
     "pp2-tied": Case(2, "gpt2", "--pp 2 --grad-acc-steps 2"),
     "pp4": Case(4, "deep", "--pp 4"),
     "pp2-interleaved": Case(2, "deep", "--pp 2 --pp-virtual 2"),
+    "pp2-zbv": Case(2, "deep", f"--pp 2 --pp-schedule zbv {PACK}"),
+    "pp2-zbv-dp2": Case(4, "gpt2-deep", "--pp 2 --pp-schedule zbv"),
+    "pp2-zbv-hsdp2-fused": Case(
+        4,
+        "gpt2-deep",
+        "--pp 2 --pp-schedule zbv --dp-replicate 2 --grad-acc-steps 2 --fused-backward",
+    ),
+    "pp2-zbv-ep2": Case(4, "moe-deep", "--pp 2 --pp-schedule zbv --ep 2"),
     "pp2-dp2": Case(4, "gpt2", "--pp 2"),
     "pp2-hsdp2": Case(4, "gpt2", "--pp 2 --dp-replicate 2 --grad-acc-steps 2"),
     "pp2-cp2-deepseek": Case(4, "deepseek", "--pp 2 --cp 2 --ep 2 --grad-acc-steps 4"),
@@ -273,7 +283,7 @@ CASES = {
 CASES |= {
     f"{name}-sac": dataclasses.replace(case, flags=f"{case.flags} --sac-freq 1/1")
     for name, case in CASES.items()
-    if "--sac-freq" not in case.flags
+    if "--sac-freq" not in case.flags and "zbv" not in case.flags
 }
 SAVE = "--save-every 2 --save-keep 99"
 # Each saves, and goes on from what another saved: ranks, model, flags, from where, from which step.
@@ -298,6 +308,9 @@ CHECKPOINTS = {
     "few-resume-ep2": (4, "few", "--ep 2", "few-resume", 6),
     "few-resume-again": (4, "few", "", "few-resume-ep2", 8),
     "few-resume-one": (1, "few", "", "few-resume-ep2", 10),
+    "zbv-save-tied": (4, "gpt2-deep", "--pp 2 --pp-schedule zbv"),
+    "dp2-resume-zbv": (2, "gpt2-deep", "--tp 2", "zbv-save-tied", 6),
+    "zbv-resume": (4, "gpt2-deep", "--pp 2 --pp-schedule zbv", "dp2-resume-zbv", 10),
     "pp-save-tied": (2, "gpt2", "--pp 2"),
     "dp2-resume-tied": (2, "gpt2", "--tp 2", "pp-save-tied", 6),
     "pp-resume-tied": (4, "gpt2", "--pp 2", "dp2-resume-tied", 10),

@@ -56,7 +56,7 @@ class _EvenLayout(RankLayout):
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
     """Peak bytes of a rank, optimizer state included; in a pipeline of group `pp_rank`."""
     if work.fsdp.virtual > 1:
-        raise UsageError("--trace follows one stage of a rank; leave out --pp-virtual")
+        raise UsageError("--trace follows one stage of a rank; leave out --pp-virtual or zbv")
     if work.compiled or work.fp8:
         raise UsageError(
             "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"

@@ -167,7 +167,8 @@ def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
     groups = work.fsdp.pp
 
     def name_of(group: int) -> str:
-        ranks = f"{work.world // groups} ranks, stages {group}, {group + groups}, ..."
+        more = work.fsdp.stages - 1 - group if work.fsdp.zero_bubble else f"{group + groups}, ..."
+        ranks = f"{work.world // groups} ranks, stages {group}, {more}"
         return ranks if groups > 1 else "every rank"
 
     try:

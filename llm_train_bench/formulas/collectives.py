@@ -164,7 +164,9 @@ def rank_parameters(
         mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
         part = part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep})
         rows = part[sharded_dimension(part, mesh)]
-        yield Part(name, layer, part, mesh, -(-rows // mesh) * mesh * math.prod(part) // rows)
+        twice = fsdp.zero_bubble and kind == "embed" and config.tie_word_embeddings
+        for _ in range(1 + twice):  # a V has both ends on one group
+            yield Part(name, layer, part, mesh, -(-rows // mesh) * mesh * math.prod(part) // rows)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -182,12 +184,15 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
     fsdp, batch = work.fsdp, work.batch
     if fsdp.pp == 1:
         return 0
-    stages = range(pp_rank, fsdp.stages, fsdp.pp)
-    times = sum(s < fsdp.stages - 1 for s in stages) + work.trains * sum(s > 0 for s in stages)
+    stages = fsdp.stages_of(pp_rank)
+    here = {*stages, -1, fsdp.stages}
+    times = sum(s + 1 not in here for s in stages)
+    times += work.trains * sum(s - 1 not in here for s in stages)
     sent = (
         times * batch.grad_acc_steps * work.own_tokens * work.config.hidden_size * work.matmul_bytes
     )
-    if work.config.tie_word_embeddings and work.pass_type == "step" and pp_rank in (0, fsdp.pp - 1):
+    apart = pp_rank in (0, fsdp.pp - 1) and not fsdp.zero_bubble
+    if work.config.tie_word_embeddings and work.pass_type == "step" and apart:
         rows, width = shapes["embed.weight"]
         sent += 4 * -(-(-(-rows // fsdp.tp)) // (fsdp.shards // fsdp.tp)) * width
     return sent

@@ -89,9 +89,10 @@ def least_time(work: Work, gpu: Hardware) -> float:
     The bubble of a pipeline is (p - 1) / v micro batches (Narayanan et al. 2021, section 2.2).
     """
     fsdp = work.fsdp
-    piece, _ = group_pieces(work, gpu, fsdp.pp - 1)
+    piece, _ = group_pieces(work, gpu, fsdp.group_of(fsdp.stages - 1))
     bubble = (fsdp.pp - 1) / fsdp.virtual * (piece.computing - piece.head)
-    computing = work.batch.grad_acc_steps * piece.computing + bubble * (fsdp.pp > 1)
+    bubble *= fsdp.pp > 1 and not fsdp.zero_bubble
+    computing = work.batch.grad_acc_steps * piece.computing + bubble
     return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
 
 

@@ -128,6 +128,8 @@ class Fsdp:
     """Stages of the pipeline that each of these groups has."""
     layers: tuple[int, ...] = ()
     """Blocks of each stage; empty for as equal numbers as can be."""
+    zero_bubble: bool = False
+    """Whether stages lie on the groups in a V, there and back, and backward passes are split in two."""
     used: bool = True
 
     def __bool__(self) -> bool:
@@ -145,8 +147,16 @@ class Fsdp:
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline; stage s is on group s % pp."""
+        """Stages of the pipeline."""
         return self.pp * self.virtual
+
+    def group_of(self, stage: int) -> int:
+        """The group of ranks that has a stage of the pipeline."""
+        return min(stage, self.stages - 1 - stage) if self.zero_bubble else stage % self.pp
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """The stages of a group of ranks."""
+        return [stage for stage in range(self.stages) if self.group_of(stage) == pp_rank]
 
     def stage_layers(self, n: int, stage: int) -> range:
         """The blocks, of `n`, of a pipeline's stage."""
@@ -157,8 +167,7 @@ class Fsdp:
 
     def layers_of(self, n: int, pp_rank: int) -> list[int]:
         """The blocks, of `n`, of one of the groups of ranks between which a pipeline cuts the layers."""
-        stages = range(pp_rank, self.stages, self.pp)
-        return [layer for stage in stages for layer in self.stage_layers(n, stage)]
+        return [i for stage in self.stages_of(pp_rank) for i in self.stage_layers(n, stage)]
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -404,7 +404,7 @@ class Gradients:
 
     def __init__(self, model: HasWeights, layout: RankLayout):
         self.layout, self.other_end = layout, layout.pp - 1 - layout.pp_rank
-        self.tied: nn.Parameter | None = None
+        self.tied: list[nn.Parameter] = []
         self.partial: list[nn.Parameter] = []
         self.copies: list[tuple[nn.Parameter, int]] = []
         # Rows of which several neighbouring ranks have the same: key/value heads fewer than ranks.
@@ -417,7 +417,8 @@ class Gradients:
                 self.partial.append(parameter)
             copies = layout.fsdp.replicas * (layout.tp if whole else 1)
             if name == "embed.weight" and model.config.tie_word_embeddings and layout.pp > 1:
-                self.tied, copies = parameter, 2 * copies  # of the first and of the last stage
+                self.tied.append(parameter)
+                copies *= 2  # of the first and of the last stage
             self.copies.append((parameter, copies))
             if not whole and layout.fsdp.same_heads > 1:
                 begin = 0
@@ -431,9 +432,12 @@ class Gradients:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Complete the gradients, and return the norm over all ranks."""
-        if self.tied is not None:
-            grad = local_gradient(self.tied)
+        if len(self.tied) == 1:
+            grad = local_gradient(self.tied[0])
             grad += self.layout.exchanged(grad, self.other_end)
+        elif self.tied:  # a V has both ends
+            first, last = map(local_gradient, self.tied)
+            last.copy_(first.add_(last))
         if self.partial:
             parts = [local_gradient(p) for p in self.partial]
             flat = torch.cat([part.flatten() for part in parts])

@@ -1,7 +1,8 @@
 """Pipeline parallelism: the stages of a rank, and the schedule that runs micro batches through all.
 
-The schedules are PyTorch's: 1F1B, and Interleaved1F1B where a rank has several stages (Narayanan et
-al. 2021, section 2.2). Each stage is sharded by FSDP, and stays gathered over all micro batches.
+The schedules are PyTorch's: 1F1B; Interleaved1F1B where a rank has several stages (Narayanan et al.
+2021, section 2.2); ZBV, which splits backward passes in two (Qi et al. 2024, section 6). Each stage is
+sharded by FSDP, and stays gathered over all micro batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +11,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 from llm_train_bench.apply.data import MicroBatch
 from llm_train_bench.apply.precision import AMP_DTYPES
@@ -38,17 +44,18 @@ def reduce_in_last(stage: nn.Module, last: bool) -> None:
 
 
 class Pipeline(HasWeights):
-    """The stages of one rank. Several stages lie pp apart, so that each group of ranks has some early."""
+    """The stages of one rank. Several lie in a V, or pp apart: each group of ranks has some early."""
 
     def __init__(self, work: Work, flex: bool, layout: RankLayout):
         super().__init__()
         self.config, self.work, self.layout, self.ranks = work.config, work, layout, layout
-        self.numbers = range(layout.pp_rank, work.fsdp.stages, layout.pp)
+        self.numbers = work.fsdp.stages_of(layout.pp_rank)
         self.stages = [
             Transformer(work.config, work.batch.seq_len, flex, work.balanced, layout, layers)
             for layers in map(work.stage_layers, self.numbers)
         ]
         self.registered = nn.ModuleList(self.stages)
+        self.stages[-1].loss.passes = 1 + work.fsdp.zero_bubble
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         for stage in self.stages:
@@ -59,15 +66,16 @@ class Pipeline(HasWeights):
 
         The mean loss times pp on the ranks of the last stage, zero elsewhere: its mean is the loss.
         """
-        x, pp, group = tokens, self.layout.pp, self.ranks.groups["pp"]
+        x, fsdp, group = tokens, self.work.fsdp, self.ranks.groups["pp"]
         for number, stage in zip(self.numbers, self.stages, strict=True):
-            if number:
+            if number and number - 1 not in self.numbers:
                 x = boundary(self.work, tokens.device)
-                dist.recv(x, group=group, group_src=(number - 1) % pp)
+                dist.recv(x, group=group, group_src=fsdp.group_of(number - 1))
             x = stage(x, labels, documents)
-            if number < self.work.fsdp.stages - 1:
-                dist.send(x.detach().contiguous(), group=group, group_dst=(number + 1) % pp)
-        return x * pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
+            if number < fsdp.stages - 1 and number + 1 not in self.numbers:
+                there = fsdp.group_of(number + 1)
+                dist.send(x.detach().contiguous(), group=group, group_dst=there)
+        return x * fsdp.pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
 
     def build_schedule(self, device: torch.device, log: StepLog) -> Callable[..., Tensor]:
         """The function from a step's micro batches to its loss; it leaves the gradients.
@@ -89,7 +97,8 @@ class Pipeline(HasWeights):
         if fsdp.virtual == 1:
             schedule = Schedule1F1B(stages[0], n_micro, loss_fn=scaled, scale_grads=False)
         else:
-            schedule = ScheduleInterleaved1F1B([*stages], n_micro, scaled, scale_grads=False)
+            kind = ScheduleZBVZeroBubble if fsdp.zero_bubble else ScheduleInterleaved1F1B
+            schedule = kind([*stages], n_micro, scaled, scale_grads=False)
 
         def run(parts: Sequence[MicroBatch]) -> Tensor:
             nonlocal weight
@@ -151,9 +160,24 @@ class _Stage(PipelineStage):
         with self.log.part("forward"):
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, *args, **kwargs):
+    def backward_one_chunk(self, *args, full_backward: bool = True, **kwargs):
         self.log.mark("idle")
-        self.left -= 1
+        self.left -= full_backward
         reduce_in_last(self.module, self.left == 0)
         with self.log.part("backward"):
-            return super().backward_one_chunk(*args, **kwargs)
+            return super().backward_one_chunk(*args, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self, *args, **kwargs):
+        self.log.mark("idle")
+        self.left -= 1
+        reduce_in_last(self.module, False)  # this is many backward passes, each of few weights
+        with self.log.part("backward"):
+            super().backward_weight_one_chunk(*args, **kwargs)
+            reduce_in_last(self.module, self.left == 0)
+            # The gradients are here now, and none of FSDP's hooks saw them.
+            fully_shard.state(self.module)._root_post_backward_final_callback()
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int):
+        gradients = self.bwd_cache[bwd_chunk_id]  # of an input's pass they may have any strides
+        self.bwd_cache[bwd_chunk_id] = tuple(g.contiguous() for g in gradients if g is not None)
+        return super().get_bwd_send_ops(bwd_chunk_id)
