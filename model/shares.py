@@ -89,6 +89,28 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
     return ("tp", 0, rows[part]) if part in rows else None
 
 
+def is_matrix(name: str, dimensions: int) -> bool:
+    """Whether a parameter is a matrix of a block, or one for each expert: no table, vector or filter."""
+    inside = name.startswith("blocks.") and dimensions >= 2
+    return inside and name.endswith(".weight") and not name.endswith(".conv.weight")
+
+
+def matrix_rows(config: ModelConfig, name: str) -> list[tuple[int, int]]:
+    """Sizes of the matrices that are fused in a parameter of blocks, of each expert alike."""
+    _, layer, *path, _ = name.split(".")
+    shapes = config.block_shapes(int(layer)) | config.expert_shapes(int(layer))
+    kinds = {"mlp.gate_up": "up", "mlp.shared.gate_up": "shared_up", "mlp.shared.down": "shared_down"}
+    kinds |= {"mlp.shared.up": "shared_up", "mlp.experts.gate_up": "experts_up"}
+    kinds |= {"mlp.experts.up": "experts_up", "mlp.experts.down": "experts_down"}
+    rows, columns = shapes[kinds.get(".".join(path), path[-1])]
+    how = divided(config, name)
+    if path[-1] == "gate_up":
+        return [(rows // 2, columns)] * 2
+    if how is None or how[0] == "ep" or how[1] == 1:
+        return [(rows, columns)]
+    return [(segment, columns) for segment in how[2]]
+
+
 def whole_shape(config: ModelConfig, name: str, part: Sequence[int]) -> tuple[int, ...]:
     """The shape of a parameter of which a layout's rank has a part of that shape."""
     how = divided(config, name)

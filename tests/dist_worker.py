@@ -2,7 +2,7 @@
 
 Next to each result lies `facts.json`:
 
-- traffic: the bytes handed to collectives, by kind (of two kinds the ranks' mean), of each of a
+- traffic: the bytes handed to collectives, by kind (of all-to-alls the ranks' mean), of each of a
   pipeline's groups of ranks,
 - attention: the calls of attention, by format, and how often a kernel of it ran,
 - draws: the next random number of each rank; dropout: digests of its generator before its dropouts,
@@ -169,7 +169,11 @@ class Traffic(TorchDispatchMode):
             self.gradients = {f"p/{n}": t for n, t in wholes(model, named).items()}
         keys = {key for state in optimizer.state.values() for key, t in state.items() if t.ndim}
         for key in sorted(keys):  # in the same order on all ranks
-            state = {n: optimizer.state[p][key] for n, p in named.items() if optimizer.state.get(p)}
+            state = {
+                n: optimizer.state[p][key]
+                for n, p in named.items()
+                if key in optimizer.state.get(p, ())
+            }
             self.gradients |= {f"{key}/{n}": t for n, t in wholes(model, state).items()}
 
     def _look_at(self, tensor) -> None:
@@ -451,8 +455,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
         groups = gather(ranks, traffic.bytes)
         each = len(groups) // (int(argv[argv.index("--pp") + 1]) if "--pp" in argv else 1)
         groups = [groups[i : i + each] for i in range(0, len(groups), each)]
-        means = "all_to_all", "all_reduce"
-        moved = [g[0] | {k: sum(r[k] for r in g) / each for k in means} for g in groups]
+        moved = [g[0] | {"all_to_all": sum(r["all_to_all"] for r in g) / each} for g in groups]
         facts = {
             "traffic": moved,
             "attention": Counter(formats) | {"kernels": traffic.kernels},

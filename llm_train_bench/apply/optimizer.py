@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.apply.muon import Muon
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.apply.sharded import by_mesh, is_sharded
+from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.settings.flags import OptimizerFlags
 
 
 def build_optimizer(
     model: nn.Module, flags: OptimizerFlags | None, fp8: Fp8 | None = None
 ) -> torch.optim.Optimizer | None:
-    """AdamW or SGD, fused, with weight decay on matrices only; None if the run takes no step."""
+    """AdamW or SGD, fused, or Muon, with weight decay on matrices; None if the run takes no step."""
+    if flags and flags.optimizer == "muon":
+        return Muon(cast(HasWeights, model), flags)
     return flags and optimizer_of(dict(model.named_parameters()), flags, fp8)
 
 
@@ -164,7 +168,8 @@ def learning_rate(step: int, flags: OptimizerFlags, n_steps: int) -> float:
 
 def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its kernel divides gradients by `grad_scale`, as PyTorch's GradScaler uses it."""
-    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
+    adamw = isinstance(optimizer, torch.optim.AdamW) and not isinstance(optimizer, Muon)
+    return adamw and bool(optimizer.defaults.get("fused"))
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:

@@ -18,7 +18,7 @@ from llm_train_bench.formulas.scales import reductions, shared_dimensions
 from llm_train_bench.formulas.work import OUR_TRAINER, Fsdp, Work, alike
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
-from llm_train_bench.model.shares import cuts, divided, part_shape, sharded_dimension
+from llm_train_bench.model.shares import cuts, divided, is_matrix, part_shape, sharded_dimension
 
 
 class Part(NamedTuple):
@@ -90,6 +90,23 @@ def padded_size(work: Work, part: Part) -> int:
     return part.padded if work.trainer is OUR_TRAINER else math.prod(part.shape)
 
 
+def muon_numbers(shapes: Shapes, work: Work, pp_rank: int) -> float:
+    """Numbers of matrices that Muon has of a rank, in the mean; copies on tp ranks count."""
+    fsdp, numbers = work.fsdp, 0.0
+    layers = set(work.layers_of(pp_rank))
+    for name, shape in shapes.items():
+        if not is_matrix(name, len(shape)) or int(name.split(".")[1]) not in layers:
+            continue
+        if (how := divided(work.config, name)) is None:
+            copies: float = fsdp.tp
+        else:
+            ranks = getattr(fsdp, how[0])
+            parts = (c for r in range(ranks) for c in cuts(work.config, name, ranks, r))
+            copies = sum(cut.length for cut in parts) / sum(how[2])
+        numbers += copies * math.prod(shape) / fsdp.shards
+    return numbers
+
+
 def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int, int, int]:
     """Bytes of a parameter in one all-gather, reduce-scatter and all-reduce of FSDP."""
     size = padded_size(work, part)
@@ -133,13 +150,18 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
             rows, *rest = part.shape
             partial += min(-(-rows // part.mesh), rows) * math.prod(rest)
         elif how is not None and how[0] == "tp" and fsdp.same_heads > 1:
-            same = sum(cut.length for cut in cuts(config, part.name, fsdp.tp, 0) if cut.copies > 1)
-            partial += same * math.prod(part.shape[1:]) / part.mesh
+            begin, end = 0, -(-part.shape[0] // part.mesh)  # rows of the first rank
+            for cut in cuts(config, part.name, fsdp.tp, 0):
+                same = min(end, begin + cut.length) - begin if cut.copies > 1 else 0
+                partial += max(0, same) * math.prod(part.shape[1:])
+                begin += cut.length
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
-        moved["all_reduce"] += round(4 * partial)
+        moved["all_reduce"] += 4 * partial
         if config.experts and config.experts.correction_rate:
             routers = sum(config.has_experts(i) for i in layers)
             moved["all_reduce"] += 4 * config.experts.number * routers
+        if work.optimizer == "muon" and fsdp.shards > 1:  # to the owners of matrices, and back
+            moved["all_to_all"] += round(2 * 2 * muon_numbers(shapes, work, pp_rank))
     for move in (*chain(*(token_moves(work, layer) for layer in layers)), *end_moves(work, layers)):
         moved[move.kind] += n_micro * move.calls * move.size
     moved["send"] = _sent_bytes(shapes, work, pp_rank)

@@ -117,6 +117,7 @@ class RankLayout(ReplicaLayout):
         self.data_rank = self.stage_rank // (self.tp * self.cp)
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.names: dict[str, str] = {}
+        self.owners: dist.ProcessGroup | None = None  # all that share one copy of the same layers
 
     def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
         """Make the groups of ranks; all ranks call this. Returns the meshes over which FSDP divides.
@@ -131,6 +132,7 @@ class RankLayout(ReplicaLayout):
             sizes = (replicas, self.fsdp.shards)[-len(dims) :]
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=dims)
             set_timeouts(mesh, device, timeout_s)
+            self.owners = mesh.get_group(mesh.ndim - 1)
             return dict.fromkeys(kinds, mesh)
         ranks = torch.arange(pp * self.fsdp.ranks)
         by_cp = ranks.view(-1, self.cp, self.tp).transpose(1, 2).reshape(-1, self.cp)
@@ -145,6 +147,7 @@ class RankLayout(ReplicaLayout):
             "batch": (("rest", "batch"), ranks.view(-1, self.tp * self.cp)),
             "same": (("rest", "same"), ranks.view(pp, -1)),
             "pp": (("rest", "pp"), ranks.view(pp, -1).T),
+            "owners": (("rest", "owners"), ranks.view(-1, self.fsdp.shards)),
         }
         if self.fsdp.same_heads > 1:
             grids["heads"] = (("rest", "heads"), ranks.view(-1, self.fsdp.same_heads))
@@ -157,7 +160,7 @@ class RankLayout(ReplicaLayout):
         of = {"tp": "dense", "ep": "experts"} | {g: g for g in grids if g not in ("dense", "experts")}
         self.groups = {kind: meshes[mesh].get_group(kind) for kind, mesh in of.items()}
         self.names = {kind: group.group_name for kind, group in self.groups.items()}
-        self.stage = self.groups["same"] if pp > 1 else None
+        self.stage, self.owners = self.groups["same"] if pp > 1 else None, self.groups["owners"]
         return {kind: meshes[kind][dims] for kind in kinds}
 
     def place_of(self, config: ModelConfig, name: str) -> tuple[int, int]:

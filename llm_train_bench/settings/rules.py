@@ -154,6 +154,10 @@ CONTRADICTIONS = (
                                    or s is Script.PP)),
     ("--mtp with train_pp.py or --lora-rank is not implemented; leave it out",
      lambda a, s: a.mtp is not None and (s is Script.PP or a.lora_rank)),
+    ("--optimizer muon with --lora-rank, --zero1, --cpu-offload, --amp fp16 or --fp8-all-gather of te is "
+     "not implemented; use adamw",
+     lambda a, s: a.optimizer == "muon" and (a.lora_rank or a.zero1 or a.cpu_offload or a.amp == "fp16"
+                                             or _te_gathers(a))),
     ("--bf16-weights needs --amp bf16 and --optimizer adamw",
      lambda a, s: a.bf16_weights != "off" and (a.amp != "bf16" or a.optimizer != "adamw")),
     ("--bf16-weights with --tp, --cp, --ep, train_pp.py, --use-fp8, --lora-rank, --zero1 or "
