@@ -8,7 +8,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -311,7 +311,8 @@ class Attention(nn.Module):
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, H, D) queries and (B, T, K, D) keys after norms that span the heads of all ranks."""
-        parts, norms = (q, k), (self.q_norm, self.k_norm)
+        norms: Any = self.q_norm, self.k_norm
+        parts = q, k
         if self.layout.tp == 1:
             q, k = (norm(x.flatten(2)).view_as(x) for x, norm in zip(parts, norms, strict=True))
             return q, k
@@ -319,7 +320,9 @@ class Attention(nn.Module):
         means = torch.stack([x.flatten(2).float().square().mean(-1) for x in parts], dim=-1)
         scales = torch.rsqrt(self.layout.added(means / self.layout.tp) + norms[0].eps).unbind(-1)
         q, k = (
-            (x.flatten(2).float() * scale.unsqueeze(-1) * norm.weight.float()).to(x.dtype).view_as(x)
+            (x.flatten(2).float() * scale.unsqueeze(-1) * norm.weight.float())
+            .to(x.dtype)
+            .view_as(x)
             for x, scale, norm in zip(parts, scales, norms, strict=True)
         )
         return q, k

@@ -99,7 +99,11 @@ def matrix_rows(config: ModelConfig, name: str) -> list[tuple[int, int]]:
     """Sizes of the matrices that are fused in a parameter of blocks, of each expert alike."""
     _, layer, *path, _ = name.split(".")
     shapes = config.block_shapes(int(layer)) | config.expert_shapes(int(layer))
-    kinds = {"mlp.gate_up": "up", "mlp.shared.gate_up": "shared_up", "mlp.shared.down": "shared_down"}
+    kinds = {
+        "mlp.gate_up": "up",
+        "mlp.shared.gate_up": "shared_up",
+        "mlp.shared.down": "shared_down",
+    }
     kinds |= {"mlp.shared.up": "shared_up", "mlp.experts.gate_up": "experts_up"}
     kinds |= {"mlp.experts.up": "experts_up", "mlp.experts.down": "experts_down"}
     rows, columns = shapes[kinds.get(".".join(path), path[-1])]

@@ -203,7 +203,7 @@ class Transformer(HasWeights):
         tied = config.tie_word_embeddings
         embeds = self.first or (self.last and tied)
         learned = self.first and config.learned_positions
-        pad = config.pad_token_id
+        pad = -1 if config.pad_token_id is None else config.pad_token_id
         pad = self.rows.index(pad) if pad in self.rows else None
         self.register_module("embed", Embedding(len(self.rows), d, pad) if embeds else None)
         self.positions = Embedding(config.max_position_embeddings, d) if learned else None
@@ -220,9 +220,7 @@ class Transformer(HasWeights):
         self.loss = LinearCrossEntropy(max(0, min(config.vocab_size - begin, len(self.rows))))
         if layout.tp > 1:
             self.loss.ranks, self.loss.width = layout.tp, part_of(V, layout.tp, 0)[1]
-            self.loss.chunk_fn = functools.partial(
-                parted_loss, layout.added, layout.highest, begin
-            )
+            self.loss.chunk_fn = functools.partial(parted_loss, layout.added, layout.highest, begin)
         # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
         self.ropes: dict[bool, Rope] = {}  # of layers with a window, if these have their own

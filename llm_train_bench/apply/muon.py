@@ -1,8 +1,8 @@
 """Muon: momentum, orthogonalised, for the matrices of blocks; AdamW for all other parameters.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon); steps have the size of AdamW's (Liu et al. 2025,
-arXiv 2502.16982, section 2.2), so that both take one learning rate. Experts and fused layers are matrices of
-their own. Where ranks divide a matrix, one of them has all of it for the iteration.
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Steps have the size of AdamW's (Liu et al. 2025,
+arXiv 2502.16982, section 2.2), so that both take one learning rate. Each expert is a matrix, and so is
+each part of a fused layer. Where ranks divide a matrix, one has all of it for the iteration.
 """
 
 import math
@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm_train_bench.apply.sharded import by_mesh, place
+from llm_train_bench.formulas.flops import ITERATIONS, muon_flops
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.shares import cuts, divided, is_matrix, matrix_rows
 from llm_train_bench.settings.flags import OptimizerFlags
 
 MOMENTUM = 0.95
-# Coefficients and number of iterations of PyTorch's Muon.
-COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+# Coefficients of PyTorch's Muon.
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
 
-def orthogonal(matrices: Tensor, iterations: int = ITERATIONS) -> Tensor:
+def orthogonal(matrices: Tensor) -> Tensor:
     """(n, A, B) matrices to about the nearest ones with singular values of 1, by Newton-Schulz.
 
     As `torch.optim.Muon` does it for one matrix: five steps of a quintic polynomial.
@@ -33,16 +34,10 @@ def orthogonal(matrices: Tensor, iterations: int = ITERATIONS) -> Tensor:
     matrices = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
     x = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if matrices.shape[1] > matrices.shape[2] else x
-
-
-def work_of(rows: int, columns: int) -> int:
-    """FLOPs of `orthogonal` for one matrix."""
-    small, large = sorted((rows, columns))
-    return ITERATIONS * (4 * small * small * large + 2 * small**3)
 
 
 class Piece(NamedTuple):
@@ -112,9 +107,9 @@ class Exchange:
             dist.all_gather_object(here, mine, group=self.group)
         sizes = {piece.matrix: piece.size for rank in here for piece in rank}
         owners, work = {}, [0] * self.ranks
-        for matrix in sorted(sizes, key=lambda m: (-work_of(*sizes[m]), m)):
+        for matrix in sorted(sizes, key=lambda m: (-muon_flops(*sizes[m]), m)):
             owners[matrix] = work.index(min(work))
-            work[owners[matrix]] += work_of(*sizes[matrix])
+            work[owners[matrix]] += muon_flops(*sizes[matrix])
         self.sizes = {m: size for m, size in sizes.items() if owners[m] == self.rank}
         self.own.sort(key=lambda each: owners[each[0].matrix])
         self.coming = [[p for p in rank if owners[p.matrix] == self.rank] for rank in here]
@@ -141,7 +136,9 @@ class Exchange:
             alike.setdefault(size, []).append(matrix)
         for size, same in alike.items():
             scale = 0.2 * math.sqrt(max(size))
-            for matrix, made in zip(same, orthogonal(torch.stack([whole[m] for m in same])), strict=True):
+            for matrix, made in zip(
+                same, orthogonal(torch.stack([whole[m] for m in same])), strict=True
+            ):
                 whole[matrix] = made * scale
         back = [_within(whole[p.matrix], p).reshape(-1) for p in parts]
         flat = self.moved(torch.cat(back or [arrived[:0]]), self.sent, self.received)
@@ -188,7 +185,9 @@ def pieces(model: HasWeights, name: str, parameter: Any) -> list[tuple[Piece, An
                 first, last = max(starts[-2], begin), min(starts[-2] + sizes[-2], begin + rows)
                 if first < last:
                     shape = last - first, sizes[-1]
-                    piece = Piece((name, expert, number), (rows, columns), first - begin, starts[-1], shape)
+                    piece = Piece(
+                        (name, expert, number), (rows, columns), first - begin, starts[-1], shape
+                    )
                     inside = first - starts[-2] + (at[-2].start or 0)
                     where = [slice(inside, inside + last - first), at[-1]]
                     if local.ndim == 3:

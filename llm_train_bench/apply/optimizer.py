@@ -1,5 +1,6 @@
 """Optimizer, learning-rate schedule, gradient clipping and the step that joins them."""
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.muon import Muon
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.apply.sharded import by_mesh, is_sharded
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import how_to_install
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.settings.flags import OptimizerFlags
 
@@ -48,9 +51,41 @@ def optimizer_of(
             # If fp16 overflows in the first step, the fused kernel leaves this buffer unfilled.
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
+    if flags.optimizer == "adamw8bit":
+        return AdamW8bit(groups, lr=flags.lr)
     if flags.bf16_weights != "off":
         return Bf16AdamW(groups, lr=flags.lr, masters=flags.bf16_weights == "master")
     return (fp8 or Fp8()).adamw(groups, lr=flags.lr, betas=(0.9, 0.95))
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """torchao's AdamW with moments of 8 bits, of this rank's own parts (Dettmers et al. 2022).
+
+    It compiles a kernel for each shape on a GPU; on a CPU it runs eagerly.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float):
+        try:
+            from torchao.optim import AdamW8bit as Inner
+        except ImportError as error:
+            get = how_to_install("pip install -e '.[fp8]'")
+            raise UsageError(f"--optimizer adamw8bit: {error}; {get}") from None
+        super().__init__(groups, {"lr": lr})
+        # Plain tensors: torchao's state of sharded ones needs even shards.
+        self.own = {p: nn.Parameter(_local(p).detach()) for g in groups for p in g["params"]}
+        mine = [group | {"params": [self.own[p] for p in group["params"]]} for group in groups]
+        self.inner = Inner([g for g in mine if g["params"]], lr=lr, betas=(0.9, 0.95))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step of torchao's."""
+        eager = next(iter(self.own.values())).device.type != "cuda"
+        for p, own in self.own.items():
+            own.data, own.grad = _local(p).detach(), None if p.grad is None else _local(p.grad)
+        for group in self.inner.param_groups:
+            group["lr"].fill_(self.param_groups[0]["lr"])
+        with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+            self.inner.step()
 
 
 # Numbers that a step in fp32 copies takes at a time: a few times 64 MiB.

@@ -21,7 +21,7 @@ def apply_recompute(
     """Let the chosen blocks drop activations in forward and recompute them in backward, in place.
 
     `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest; what tp ranks
-    gathered is gathered again. Unless blocks are `compiled`, the choice of experts is kept too. The block's
+    gathered is gathered again. Unless blocks are `compiled`, the choice of experts is kept. The block's
     forward is replaced, not the block, so that parameter names stay as they are. Apply before
     compilation and before sharding. FP8 libraries have checkpoints that ignore the options.
     """
@@ -46,9 +46,7 @@ def apply_recompute(
             if isinstance(mlp, MixtureOfExperts) and not compiled:
                 both = functools.partial(_with_choices, mlp, contexts)
             more = {} if both is None else {"context_fn": both}
-            block.forward = _checkpointed(
-                block.forward, (fp8 or Fp8()).checkpoint, options | more
-            )
+            block.forward = _checkpointed(block.forward, (fp8 or Fp8()).checkpoint, options | more)
 
 
 def _with_choices(

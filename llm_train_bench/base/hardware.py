@@ -189,6 +189,7 @@ class Peaks:
     fp8_tflops: float | None = None
     source: str = "unknown"
     name: str = ""
+    fp4_tflops: float | None = None
 
 
 def find_roof(device_name: str) -> Peaks:
@@ -242,7 +243,8 @@ def find_peaks(device_name: str, user_bf16: float | None = None) -> Peaks:
     """
     peaks, listed = Peaks(name=device_name), device_called(device_name)
     if listed:
-        peaks = Peaks(listed.bf16_tflops, listed.fp8_tflops, listed.source, listed.name)
+        formats = listed.bf16_tflops, listed.fp8_tflops, listed.source, listed.name
+        peaks = Peaks(*formats, fp4_tflops=listed.fp4_tflops)
     if user_bf16 is None:
         return peaks
     source = "--peak-tflops" + (f"; else {listed.source}" if listed else "")

@@ -311,6 +311,7 @@ def _device(r: Result) -> Device:
         hardware=(peaks.name or part) if d.type == "cuda" else part,
         peak_bf16_tflops=peaks.bf16_tflops,
         peak_fp8_tflops=peaks.fp8_tflops,
+        peak_fp4_tflops=peaks.fp4_tflops,
         peak_source=peaks.source,
     )
 

@@ -81,6 +81,8 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         raise UsageError(f"--use-fp8: {gpu.name} has no FP8")
     if work.fp8 and work.fp8.recipe == "mxfp8" and not gpu.mxfp8:
         raise UsageError(f"--fp8-recipe mxfp8: {gpu.name} has none; use another recipe")
+    if work.fp8 and work.fp8.recipe == "nvfp4" and not gpu.fp4_tflops:
+        raise UsageError(f"--fp8-recipe nvfp4: {gpu.name} has no FP4; use another recipe")
 
     on_gpu = gpu.platform != "cpu"
 

@@ -216,7 +216,8 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
     apart = pp_rank in (0, fsdp.pp - 1) and not fsdp.zero_bubble
     if work.config.tie_word_embeddings and work.pass_type == "step" and apart:
         rows, width = shapes["embed.weight"]
-        sent += 4 * -(-(-(-rows // fsdp.tp)) // (fsdp.shards // fsdp.tp)) * width
+        part = math.ceil(rows / fsdp.tp)
+        sent += 4 * math.ceil(part / (fsdp.shards // fsdp.tp)) * width
     return sent
 
 
@@ -266,7 +267,9 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     back = int(work.trains)
     passes = 1 + back + again
     # What no policy keeps.
-    repeats = int(layer in work.recompute.blocks and work.trains and work.recompute.policy != "cheap")
+    repeats = int(
+        layer in work.recompute.blocks and work.trains and work.recompute.policy != "cheap"
+    )
     experts = config.experts if config.has_experts(layer) else NO_EXPERTS
     if fsdp.tp > 1:
         gathered = own * fsdp.tp * config.hidden_size * w
@@ -278,8 +281,12 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         inputs = [config.hidden_size] * places
         if mixes and (m := config.latent) and layer not in config.recurrent.layers:
             inputs = [m.q_rank or config.hidden_size, m.kv_rank] + [config.hidden_size] * follows
-            yield TokenMoves("tp", "all_gather", 1 + repeats, own * fsdp.tp * m.rope_dim * w, fsdp.tp, 1)
-            yield TokenMoves("tp", "reduce_scatter", back, own * fsdp.tp * m.rope_dim * w, fsdp.tp, 1)
+            yield TokenMoves(
+                "tp", "all_gather", 1 + repeats, own * fsdp.tp * m.rope_dim * w, fsdp.tp, 1
+            )
+            yield TokenMoves(
+                "tp", "reduce_scatter", back, own * fsdp.tp * m.rope_dim * w, fsdp.tp, 1
+            )
         yield TokenMoves("tp", "all_gather", places * back, gathered, fsdp.tp, 1)
         for width in inputs:
             size = own * fsdp.tp * width * w

@@ -65,6 +65,16 @@ def recurrent_flops_per_token(
     return 2 * (rows * chunk * (0.5 if causal else 1.0) + states)
 
 
+# Iterations of Newton-Schulz in Muon (apply/muon.py).
+ITERATIONS = 5
+
+
+def muon_flops(rows: int, columns: int) -> int:
+    """FLOPs to orthogonalise one matrix: two products with its smaller square, and that squared."""
+    small, large = sorted((rows, columns))
+    return ITERATIONS * (4 * small * small * large + 2 * small**3)
+
+
 def flops_per_token(
     config: ModelConfig,
     lengths: int | Sequence[tuple[int, int]],

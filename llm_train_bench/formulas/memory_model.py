@@ -145,6 +145,8 @@ def estimate_memory(
     if work.pass_type == "step":  # copies in fp32 (apply/optimizer.py)
         each = {"off": 0, "master": 4, "stochastic": 12}[work.bf16_weights]
         copies = each * min(sizes.held, 2**24)
+        if work.optimizer == "muon":  # momenta, and what is sent, comes and is whole, in bf16
+            copies += (4 + 4 * 2) * sizes.held
         at_end = max(at_end, parameters + optimizer + gradients + copies)
     logits, peak = logits + head_gradient, max(in_loss, in_backward, at_end)
     return MemoryEstimate(
@@ -209,9 +211,8 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     """Bytes of this rank's parameters, gradients and optimizer state."""
     trainer, ddp, each, lora = work.trainer, work.ddp, work.weight_bytes, work.lora
-    moments = {"adamw": 2, "sgd": 1}[work.optimizer] if work.pass_type == "step" else 0
     copies = work.bf16_weights == "master" or trainer.weights.startswith("master")
-    state = moments * trainer.moment_bytes + 4 * (moments > 0 and copies)
+    state = work.state_bytes + 4 * (work.state_bytes > 0 and copies)
     if lora:  # adapters, in fp32, are all that is learnt
         learnt = lora.numbers_of(sizes.layers) / (work.fsdp.shards if work.fsdp else 1)
         share = 1 / work.world if ddp.zero1 else 1
@@ -427,7 +428,12 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     if m := config.latent:
         # Narrow layers and norms around them are for own tokens; all have the rotated part of keys.
         low = (2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim) / _input_shards(work)
-        numbers += low + m.rope_dim * (tp > 1) + (in_blocks or a + heads * (m.nope_dim + m.value_dim) + a) + values
+        numbers += (
+            low
+            + m.rope_dim * (tp > 1)
+            + (in_blocks or a + heads * (m.nope_dim + m.value_dim) + a)
+            + values
+        )
         other += 4 * 2
         if cp > 1 and not in_blocks:  # what was exchanged in place of what was sent
             numbers += values - heads * m.nope_dim

@@ -45,7 +45,9 @@ def reductions(
     `sizes` are of a rank's own operands.
     """
     for product, (*operands, over) in PRODUCTS.items():
-        for (_, dims), scale in zip(operands, SCALES.get(recipe, {}).get(product, ()), strict=False):
+        for (_, dims), scale in zip(
+            operands, SCALES.get(recipe, {}).get(product, ()), strict=False
+        ):
             reduced = over if scale == "rows" else dims
             number = sizes[dims.replace(over, "")] if scale == "rows" else 1
             for dim in reduced if scale else "":

@@ -21,6 +21,7 @@ from llm_train_bench.formulas.collectives import (
     bucket_bytes,
     collective_time,
     ddp_bytes,
+    muon_numbers,
     rank_matrices,
     send_time,
     token_time,
@@ -29,6 +30,7 @@ from llm_train_bench.formulas.collectives import (
 from llm_train_bench.formulas.flops import (
     attended_keys,
     attention_width,
+    muon_flops,
     recurrent_flops_per_token,
 )
 from llm_train_bench.formulas.memory_model import offloaded_bytes, states_kept
@@ -226,13 +228,36 @@ def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
     """
     if work.pass_type != "step":
         return 0.0
-    weight, moment = work.weight_bytes, work.trainer.moment_bytes
-    each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
+    weight = work.weight_bytes
+    each = 3 * weight + 2 * work.state_bytes
     each += 8 * (work.trainer.weights == "master")
     # What copies in fp32 and random numbers move besides, counted with PyTorch 2.13.
     each += {"off": 0, "master": 18, "stochastic": 48}[work.bf16_weights]
     share = 1 / work.world if work.ddp.zero1 else 1
-    return (each * share + 3 * weight) * numbers / gpu.memory_rate
+    return (each * share + 3 * weight) * numbers / gpu.memory_rate + _muon_time(work, gpu)
+
+
+def _muon_time(work: Work, gpu: Hardware) -> float:
+    """Seconds of Muon's iterations on matrices that ranks share out, and of sending these to and fro."""
+    if work.optimizer != "muon":
+        return 0.0
+    c, config, flops = gpu.constants, work.config, 0
+    for same in alike(work, work.layers_of(0)):
+        experts = config.expert_shapes(same[0]).values()
+        each = sum(muon_flops(n, k) for n, k in config.block_shapes(same[0]).values())
+        each += config.experts.number * sum(muon_flops(n, k) for n, k in experts) if experts else 0
+        flops += len(same) * each
+    rate = (
+        (gpu.measured_bf16_tflops or gpu.bf16_tflops * c.bf16_of_peak)
+        * 1e12
+        * c.level
+        * c.sustained
+    )
+    ranks = work.fsdp.shards if work.fsdp else 1
+    shapes = parameter_shapes(config)
+    size = 2 * muon_numbers(shapes, work, 0) if ranks > 1 else 0.0
+    moving = 2 * collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
+    return flops / ranks / rate + moving
 
 
 def slowest_node(work: Work, gpu: Hardware) -> float:
@@ -317,7 +342,9 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
     """Seconds of one (m, k) x (k, n) matmul, and of casting its inputs to FP8."""
     c, width = gpu.constants, work.matmul_bytes
     if fp8:
-        rate = gpu.measured_fp8_tflops or (gpu.fp8_tflops or gpu.bf16_tflops) * c.fp8_of_peak
+        peak = gpu.fp4_tflops if work.fp8.recipe == "nvfp4" else gpu.fp8_tflops
+        measured = gpu.measured_fp8_tflops if work.fp8.recipe != "nvfp4" else None
+        rate = measured or (peak or gpu.bf16_tflops) * c.fp8_of_peak
     elif work.amp == "off" and not work.tf32:
         rate = gpu.fp32_tflops * c.fp32_of_peak
     else:
@@ -366,8 +393,9 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
         rows = work.own_tokens * config.experts.per_token
         number = config.experts.number // ep
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
-        whole = matmul_time(work, rows * filled, n, k, every, gpu)
-        weights = number * n * k * (1 if every else work.matmul_bytes) / gpu.memory_rate
+        converted = every or "experts_up" in low
+        whole = matmul_time(work, rows * filled, n, k, converted, gpu)
+        weights = number * n * k * (1 if converted else work.matmul_bytes) / gpu.memory_rate
         seconds += max(whole, weights)
     return seconds, last
 

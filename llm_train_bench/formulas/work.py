@@ -309,6 +309,24 @@ class Work:
         return self.trainer is OUR_TRAINER or self.trainer.tp_shards
 
     @property
+    def state_bytes(self) -> float:
+        """Bytes of the optimizer's moments of a parameter: 0 where a step has none.
+
+        Muon has one of its matrices, and two as AdamW of the rest; 8-bit moments have a scale in fp32
+        for 256 numbers.
+        """
+        if self.pass_type != "step":
+            return 0.0
+        if self.optimizer == "adamw8bit":
+            return 2 * (1 + 4 / 256)
+        moments = {"adamw": 2.0, "sgd": 1.0}.get(self.optimizer)
+        if moments is None:
+            tables = (2 - self.config.tie_word_embeddings) * self.config.padded_vocab_size
+            rest = tables * self.config.hidden_size
+            moments = 1 + rest / (rest + sum(self.block_parameters))
+        return moments * self.trainer.moment_bytes
+
+    @property
     def trains(self) -> bool:
         """Whether there is a backward."""
         return self.pass_type != "forward"

@@ -116,7 +116,7 @@ class RankLayout(ReplicaLayout):
         self.ep_rank = self.stage_rank % self.ep
         self.data_rank = self.stage_rank // (self.tp * self.cp)
         self.groups: dict[str, dist.ProcessGroup] = {}
-        self.names: dict[str, str] = {}
+        self.names: dict[str, Any] = {}  # of the groups
         self.owners: dist.ProcessGroup | None = None  # all that share one copy of the same layers
 
     def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
@@ -157,7 +157,9 @@ class RankLayout(ReplicaLayout):
         }
         for mesh in meshes.values():
             set_timeouts(mesh, device, timeout_s)
-        of = {"tp": "dense", "ep": "experts"} | {g: g for g in grids if g not in ("dense", "experts")}
+        of = {"tp": "dense", "ep": "experts"} | {
+            g: g for g in grids if g not in ("dense", "experts")
+        }
         self.groups = {kind: meshes[mesh].get_group(kind) for kind, mesh in of.items()}
         self.names = {kind: group.group_name for kind, group in self.groups.items()}
         self.stage, self.owners = self.groups["same"] if pp > 1 else None, self.groups["owners"]
@@ -324,7 +326,7 @@ class RankLayout(ReplicaLayout):
         return attend(q, k, v, mask, 0)
 
     def plan_rows(self, counts: Tensor) -> Any:
-        """Rows that come for each expert here from each rank (ep, E / ep), and numbers sent and received."""
+        """Rows that come for each expert from each rank (ep, E / ep), and numbers sent and received."""
         if self.ep == 1:
             return counts
         # By an operator that selective checkpointing does not keep: a recomputation has the plan.

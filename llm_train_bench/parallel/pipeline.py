@@ -175,7 +175,8 @@ class _Stage(PipelineStage):
             super().backward_weight_one_chunk(*args, **kwargs)
             reduce_in_last(self.module, self.left == 0)
             # The gradients are here now, and none of FSDP's hooks saw them.
-            fully_shard.state(self.module)._root_post_backward_final_callback()
+            state: Any = cast(Any, fully_shard).state(self.module)
+            state._root_post_backward_final_callback()
 
     def get_bwd_send_ops(self, bwd_chunk_id: int):
         gradients = self.bwd_cache[bwd_chunk_id]  # of an input's pass they may have any strides

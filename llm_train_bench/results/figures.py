@@ -223,6 +223,9 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
         m.mfu_unpacked = m.mfu and m.mfu * m.flops_per_token_unpacked / palm
     if m.tokens_per_sec_per_gpu is None:
         return
+    low = d.peak_fp4_tflops if work.fp8.recipe == "nvfp4" else d.peak_fp8_tflops
+    if result.fp8 and not result.fp8.emulated and m.model_tflops_per_gpu and low and _all_low(work):
+        m.mfu_low = m.model_tflops_per_gpu / low
     m.roof_time_fraction, _ = _time_fraction(result, work, d.roof_bf16_tflops, d.roof_fp8_tflops)
     if m.mfu is None or m.mfu_causal is None:
         return
@@ -230,7 +233,7 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
     m.hfu = m.mfu * (1 + again / palm)
     again = recomputed_flops_per_token(work, causal=True)
     m.hfu_causal = m.mfu_causal * (1 + again / causal)
-    m.ideal_time_fraction, why = _time_fraction(result, work, d.peak_bf16_tflops, d.peak_fp8_tflops)
+    m.ideal_time_fraction, why = _time_fraction(result, work, d.peak_bf16_tflops, low)
     if why is not None:
         result.notes.append(f"ideal_time_fraction is null: {why}")
 
@@ -267,7 +270,7 @@ def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:
     flops = 2 * passes * sum(linear.values()) + again
     low = fp8_flops_per_token(result.fp8, work)
     if low and result.fp8:  # the converted layers' part of what repeats
-        low += result.fp8.n_parameters / blocks * again
+        low += low_parameters(work) / blocks * again
     if work.amp == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
         return tokens * flops, None
     seconds = (flops - low) / d.roof_bf16_tflops
@@ -291,6 +294,12 @@ def _time_fraction(
     return seconds * (m.tokens_per_sec_per_gpu or 0.0), None
 
 
+def _all_low(work: Work) -> bool:
+    """Whether all linear layers of blocks, routers apart, are in the low format in all passes."""
+    kinds = linear_parameters(work.config).keys() - {"head", "router", "shared_gate"}
+    return kinds <= {*work.fp8.layers} and work.fp8.recipe != "rowwise_with_gw_hp"
+
+
 def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
     """Useful FLOPs per token that ran in FP8 matmuls."""
     if fp8 is None or fp8.emulated:
@@ -298,4 +307,10 @@ def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
     passes = PASS_FORWARDS[work.pass_type]
     if passes == 3 and fp8.recipe == "rowwise_with_gw_hp":
         passes = 2  # the gradient of the weight is a bf16 matmul
-    return 2 * passes * fp8.n_parameters
+    return 2 * passes * low_parameters(work)
+
+
+def low_parameters(work: Work) -> int:
+    """Parameters of converted layers that multiply a token."""
+    linear = linear_parameters(work.config)
+    return sum(linear[kind] for kind in work.fp8.layers)

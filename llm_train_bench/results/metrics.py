@@ -24,6 +24,7 @@ class Metrics(Strict):
     model_tflops_per_gpu_causal: float | None = None
     mfu: float | None = None
     mfu_causal: float | None = None
+    mfu_low: float | None = None
     mfu_unpacked: float | None = None
     flops_per_token_unpacked: float | None = None
     flops_per_token_nemo: float | None = None
@@ -127,6 +128,7 @@ tokens/s | {tokens_per_sec:,.0f}
 tokens/s per device | {tokens_per_sec_per_gpu:,.0f}
 TFLOP/s per device: palm / causal | {model_tflops_per_gpu:.2f} / {model_tflops_per_gpu_causal:.2f}
 MFU: palm / causal | {mfu:.1%} / {mfu_causal:.1%}
+MFU of the FP8 or FP4 peak: palm ? mfu_low | {mfu_low:.1%}
 ideal time of matmuls: datasheet / measured roof | {ideal_time_fraction:.1%} / {roof_time_fraction:.1%}
 step time: median | {step_time_median_s:.4f} s
 step time: mean [95 %] | {step_time_mean_s:.4f} s [{step_time_ci95_low_s:.4f}, \

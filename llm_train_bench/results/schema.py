@@ -61,6 +61,7 @@ class Device(Strict):
     hardware: str
     peak_bf16_tflops: float | None
     peak_fp8_tflops: float | None
+    peak_fp4_tflops: float | None = None
     peak_source: str
     roof_bf16_tflops: float | None = None
     roof_fp8_tflops: float | None = None

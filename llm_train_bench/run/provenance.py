@@ -114,7 +114,7 @@ def describe_device(device: torch.device, ranks: int, peak_tflops: float | None)
         count=ranks,
         hardware=part if device.type == "cpu" else peaks.name,
         **{f"peak_{key}": value for key, value in vars(peaks).items() if key != "name"},
-        **{f"roof_{key}": value for key, value in vars(roof).items() if key != "name"},
+        **{f"roof_{key}": getattr(roof, key) for key in ("bf16_tflops", "fp8_tflops", "source")},
     )
 
 

@@ -249,7 +249,8 @@ class OptimizerFlags:
     """Optimizer.
 
     optimizer: Fused optimizer; adamw has betas 0.9 and 0.95, sgd a momentum of 0.9. muon
-        orthogonalizes the momentum of the blocks' matrices, and leaves the rest to adamw.
+        orthogonalizes the momentum of the blocks' matrices, and leaves the rest to adamw. adamw8bit
+        keeps adamw's moments in 8 bits (torchao).
     lr: Peak learning rate.
     min_lr_ratio: Final learning rate of the cosine schedule, as a fraction of the peak.
     lr_warmup_steps: Steps of linear warm-up of the learning rate.
@@ -259,7 +260,7 @@ class OptimizerFlags:
         copies in the optimizer. Gradients are in bf16 too.
     """
 
-    optimizer: Literal["adamw", "sgd", "muon"] = flag("adamw", LEARNT)
+    optimizer: Literal["adamw", "sgd", "muon", "adamw8bit"] = flag("adamw", LEARNT)
     lr: float = flag(6e-4, LEARNT, at_least=0)
     min_lr_ratio: float = flag(0.1, LEARNT, at_least=0, at_most=1)
     lr_warmup_steps: int = flag(10, LEARNT, at_least=0)

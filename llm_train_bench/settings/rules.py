@@ -66,8 +66,8 @@ TOGGLES = (
     ("--tp, --cp, --ep or train_pp.py with --fp8-backend te: its modules are for whole layers here; use "
      "--fp8-backend torchao",
      lambda a, s: (_divided(a) or s is Script.PP) and a.use_fp8 and a.fp8_backend == "te"),
-    ("--fp8-recipe mxfp8 or nvfp4 of torchao with --pt-compile: these prototypes run eagerly here; leave it "
-     "out",
+    ("--fp8-recipe mxfp8 or nvfp4 of torchao with --pt-compile: these prototypes run eagerly here; leave "
+     "it out",
      lambda a, s: a.use_fp8 and a.fp8_backend == "torchao" and a.pt_compile
      and a.fp8_recipe in ("mxfp8", "nvfp4")),
 )
@@ -89,8 +89,8 @@ CONTRADICTIONS = (
      "leave one of the two out",
      lambda a, s: (a.pp_schedule in ("1f1b", "zbv") and a.pp_virtual > 1)
      or (a.pp_schedule == "interleaved" and a.pp_virtual == 1)),
-    ("--pp-schedule zbv with --pt-compile, --sac-freq, --tp or --use-fp8: what is one function in backward "
-     "cannot be split, and would run twice or more; leave it out",
+    ("--pp-schedule zbv with --pt-compile, --sac-freq, --tp or --use-fp8: what is one function in "
+     "backward cannot be split, and would run twice or more; leave it out",
      lambda a, s: a.pp_schedule == "zbv" and (a.pt_compile or a.sac_freq or a.tp > 1 or a.use_fp8)),
     ("--sac-policy op needs --sac-freq, for example 1/1",
      lambda a, s: a.sac_policy == "op" and not a.sac_freq),
@@ -158,6 +158,10 @@ CONTRADICTIONS = (
      "not implemented; use adamw",
      lambda a, s: a.optimizer == "muon" and (a.lora_rank or a.zero1 or a.cpu_offload or a.amp == "fp16"
                                              or _te_gathers(a))),
+    ("--optimizer adamw8bit with --save-every, --resume, --zero1, --cpu-offload, --amp fp16, --lora-rank "
+     "or --fp8-all-gather of te is not implemented; use adamw",
+     lambda a, s: a.optimizer == "adamw8bit" and (a.save_every or a.resume or a.zero1 or a.cpu_offload
+                                                  or a.amp == "fp16" or a.lora_rank or _te_gathers(a))),
     ("--bf16-weights needs --amp bf16 and --optimizer adamw",
      lambda a, s: a.bf16_weights != "off" and (a.amp != "bf16" or a.optimizer != "adamw")),
     ("--bf16-weights with --tp, --cp, --ep, train_pp.py, --use-fp8, --lora-rank, --zero1 or "

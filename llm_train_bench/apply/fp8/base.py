@@ -1,6 +1,7 @@
 """The hooks of FP8 in a run, for any library."""
 
 import contextlib
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

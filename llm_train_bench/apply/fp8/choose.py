@@ -13,7 +13,9 @@ from llm_train_bench.model.transformer import Transformer
 
 
 def apply_fp8(model: HasWeights, work: Work, device: torch.device) -> Fp8:
-    """Convert the blocks of a meta-device model, or of a pipeline's stages, as --use-fp8 or --linear te asks, in place.
+    """Convert the blocks of a meta-device model, or of a pipeline's stages, in place.
+
+    --use-fp8 or --linear te asks for it.
 
     UsageError where the hardware or an absent library stands against it. Embeddings, norms, attention,
     head and loss stay in high precision.

@@ -65,9 +65,7 @@ def _by_column(x: Tensor, ends: Tensor) -> Tensor:
     return rounded(x, amax[group])
 
 
-def to_nvfp4(
-    x: Tensor, amax: Tensor, square: bool = False, random: Tensor | None = None
-) -> Tensor:
+def to_nvfp4(x: Tensor, amax: Tensor, square: bool = False, random: Tensor | None = None) -> Tensor:
     """Numbers (A, S) after NVFP4, in fp32: 16 along S, or with `square` 16 x 16, share a scale in E4M3.
 
     `amax` is the largest magnitude of the whole tensor, which scales the scales. `random` numbers from 0

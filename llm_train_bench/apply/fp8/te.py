@@ -25,7 +25,11 @@ RECIPES = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
-SUPPORT = {"nvfp4": "is_nvfp4_available", "mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
+SUPPORT = {
+    "nvfp4": "is_nvfp4_available",
+    "mxfp8": "is_mxfp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+}
 
 
 @dataclasses.dataclass(eq=False)

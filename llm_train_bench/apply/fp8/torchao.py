@@ -44,7 +44,9 @@ class ScaledProducts(Products):
     `whole` joins the largest magnitudes of an operand over the ranks that divide a dimension.
     """
 
-    def __init__(self, recipe: str, emulated: bool, layout: Layout, shared: dict[str, tuple[str, ...]]):
+    def __init__(
+        self, recipe: str, emulated: bool, layout: Layout, shared: dict[str, tuple[str, ...]]
+    ):
         from torchao.float8 import Float8LinearConfig
         from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
@@ -147,7 +149,9 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         _check_version(torchao.__version__, fp8.recipe)
     ends = tuple(f".{names[layer]}" for layer in fp8.layers)
     for part in getattr(model, "stages", [model]):
-        found = {n: m for n, m in part.named_modules() if n.startswith("blocks.") and n.endswith(ends)}
+        found = {
+            n: m for n, m in part.named_modules() if n.startswith("blocks.") and n.endswith(ends)
+        }
         linear = {name for name, module in found.items() if type(module) is nn.Linear}
         for module in found.values():
             if isinstance(module, Stacked):

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,7 +58,8 @@ class Block:
 
 def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[Block]:
     """The blocks that this rank holds of a whole tensor; several where its layout cut a fused weight."""
-    config, layout, plain = model.config, model.layout, name.split("/", 1)[1]
+    config, plain = model.config, name.split("/", 1)[1]
+    layout: Any = model.layout
     local, offsets, _, copies, index = place(tensor)
     world, rank = ranks.world // layout.pp, ranks.rank % (ranks.world // layout.pp)
     if not tensor.ndim or not copies:  # the same on all that have the layer
