@@ -5,10 +5,12 @@
 Trains a small model on real text (Python's standard library), once per setting, and reports how far
 each curve runs from the fp32 one. Limits: compiled fp32 at each of the first 20 steps within three
 times the distance that another exact way to compute attention makes on this device, and 1e-4 at least;
-over the last quarter, bf16 and fp16 within 1 %, FP8 within 2 % of the loss. The exit code is 1
-beyond a limit, or if a setting of --settings could not run. FP8 is emulated on a CPU.
+over the last quarter, bf16 and fp16 within 1 %, FP8 within 2 %, FP4 within 5 % of the loss. The exit
+code is 1 beyond a limit, or if a setting of --settings could not run. FP8 is emulated on a CPU.
+Settings of layouts run on several ranks.
 """
 
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -25,9 +27,11 @@ from llm_train_bench.results.result_files import read_steps
 REFERENCE, ALSO_EXACT = "fp32", "fp32 math attention"
 EARLY_STEPS = 20
 EARLY_LIMIT = 1e-4
-BF16_LIMIT, FP8_LIMIT = 0.01, 0.02
-TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-TE = ("current", "delayed", "blockwise", "mxfp8")
+BF16_LIMIT, FP8_LIMIT, FP4_LIMIT = 0.01, 0.02, 0.05
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+TE = ("current", "delayed", "blockwise", "mxfp8", "nvfp4")
+# Layouts by their names, with the flags of two ranks that share a batch.
+LAYOUTS = {"tp2": "--tp 2", "cp2": "--cp 2", "pp2": "--pp 2"}
 
 
 def settings(cuda: bool) -> dict[str, list[str]]:
@@ -40,14 +44,20 @@ def settings(cuda: bool) -> dict[str, list[str]]:
         "bf16 compile": "--amp bf16 --pt-compile",
         "bf16 weights stochastic": "--amp bf16 --bf16-weights stochastic",
         "bf16 weights master": "--amp bf16 --bf16-weights master",
+        "adamw8bit": "--amp off --optimizer adamw8bit",
     }
     fp8 = "--use-fp8" if cuda else "--use-fp8 --fp8-emulate"
-    text |= {f"fp8 {recipe}": f"{fp8} --fp8-recipe {recipe}" for recipe in TORCHAO}
+    torchao = {r: f"{fp8} --fp8-backend torchao --fp8-recipe {r}" for r in TORCHAO}
+    text |= {f"fp8 {recipe}": flags for recipe, flags in torchao.items()}
+    if not cuda:
+        text["fp8 nvfp4"] = f"{fp8} --fp8-recipe nvfp4"
+    for recipe, (layout, flags) in itertools.product(TORCHAO[:2], LAYOUTS.items()):
+        text[f"fp8 {recipe} {layout}"] = f"{torchao[recipe]} {flags} --nproc 2"
     text["fp8 tensorwise compile"] = f"{text['fp8 tensorwise']} --pt-compile"
     if cuda:  # fp16 matmuls are emulated on most CPUs, at a crawl
         text["fp16"] = "--amp fp16"
         text["bf16 CUDA graphs"] = "--amp bf16 --pt-compile --compile-mode reduce-overhead"
-        text |= {f"fp8 {recipe}": f"{fp8} --fp8-recipe {recipe}" for recipe in TE}
+        text |= {f"te {recipe}": f"{fp8} --fp8-backend te --fp8-recipe {recipe}" for recipe in TE}
     return {name: flags.split() for name, flags in text.items()}
 
 
@@ -63,7 +73,8 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray, noise: float = 0
     interval = bootstrap_mean(tail.tolist())
     early = float(np.abs(distance[:EARLY_STEPS]).max())
     final = float(tail.mean())
-    limit = FP8_LIMIT if name.startswith("fp8") else BF16_LIMIT
+    low = FP8_LIMIT if name.startswith(("fp8", "te")) else BF16_LIMIT
+    limit = FP4_LIMIT if name.endswith("nvfp4") else low
     ok = bool(np.isfinite(losses).all()) and abs(final) <= limit
     if name.startswith("fp32"):
         limit = max(EARLY_LIMIT, 3 * noise)
@@ -98,7 +109,13 @@ def main(argv: list[str] | None = None) -> int:
         for name in dict.fromkeys([REFERENCE, *needs_noise, *names]):
             out = Path(directory) / name.replace(" ", "-")
             try:
-                run_train_apart(*common, text / "train.bin", *known[name], out=out)
+                words = known[name]
+                script = "train_pp.py" if "--pp" in words else "train_fsdp.py"
+                script = script if "--nproc" in words else "train.py"
+                # A step has the same samples: a pipeline's are four micro batches.
+                micro = ["--bsz", 2, "--grad-acc-steps", 4] if "--pp" in words else []
+                argv = [*common, text / "train.bin", *words, *micro]
+                run_train_apart(*argv, script=script, out=out)
             except RuntimeError as error:  # an absent library, or a failure of this setting alone
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,287 @@
+"""Narrow formats and their products: against torchao, explicit loops, and what a format promises."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from llm_train_bench.apply.fp8 import reference
+from llm_train_bench.apply.fp8.torchao import (
+    MicroscaledProducts,
+    ScaledProducts,
+    fill_groups,
+    grouped,
+)
+from llm_train_bench.formulas.scales import reductions
+from llm_train_bench.model.experts import Stacked
+from llm_train_bench.model.layout import ALONE, Layout
+from llm_train_bench.model.products import LinearProduct, ProductLinear
+
+WHOLE = {"N": (), "K": (), "M": ()}
+COUNTS = torch.tensor([21, 0, 40, 3])
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_a_whole_layer_are_torchaos(recipe, dtype):
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    ours = ProductLinear(64, 48, bias=True).to(dtype)
+    ours.products = ScaledProducts(recipe, True, ALONE, WHOLE)
+    theirs = Float8Linear.from_float(nn.Linear(64, 48).to(dtype), config)
+    theirs.load_state_dict(ours.state_dict())
+    results = []
+    for layer in (theirs, ours):
+        torch.manual_seed(1)
+        x = torch.randn(4, 16, 64, dtype=dtype, requires_grad=True)
+        y = layer(x)
+        y.backward(torch.randn_like(y))
+        results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Half(Layout):
+    """One of two ranks; the other's largest magnitudes are what `others` say, in turn."""
+
+    def __init__(self, others: list[float]):
+        self.tp, self.others, self.asked = 2, others, []
+
+    def highest(self, numbers, *kinds):
+        self.asked.append((numbers.numel(), *kinds))
+        return numbers.clamp(min=self.others.pop(0)) if self.others else numbers
+
+
+def test_a_parts_scale_is_of_the_whole_tensor():
+    """A rank's part of an output is that of one device, if it hears the other's magnitudes."""
+    x, weight = torch.randn(32, 64), torch.randn(96, 64)
+    weight[70] *= 30  # in the other half
+    expected = ScaledProducts("tensorwise", True, ALONE, WHOLE).output(x, weight)
+    shared = {"N": (), "K": (), "M": ("tp",)}
+    hears = Half([weight.abs().max().item()])
+    made = ScaledProducts("tensorwise", True, hears, shared).output(x, weight[:48])
+    torch.testing.assert_close(made, expected[:, :48], rtol=1e-6, atol=1e-6)
+    deaf = ScaledProducts("tensorwise", True, Half([]), shared).output(x, weight[:48])
+    assert (deaf - expected[:, :48]).norm() > 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {"N": ("cp",), "K": (), "M": ("tp",)},
+        {"N": ("cp",), "K": ("tp",), "M": ()},
+        {"N": ("tp", "cp"), "K": (), "M": ()},
+    ],
+)
+def test_magnitudes_are_reduced_as_the_formula_counts(recipe, shared):
+    layout = Half([])
+    layout.cp = 2
+    products = ScaledProducts(recipe, True, layout, shared)
+    x, weight, grad = torch.randn(16, 64), torch.randn(32, 64), torch.randn(16, 32)
+    products.output(x, weight)
+    forward = len(layout.asked)
+    products.of_input(grad, weight)
+    products.of_weight(grad, x)
+    expected = [*reductions(recipe, shared, {"N": 16, "K": 64, "M": 32})]
+    for back in (False, True):
+        asked = layout.asked[forward:] if back else layout.asked[:forward]
+        made = sorted((number, kind) for number, *kinds in asked for kind in kinds)
+        assert made == sorted((n, kind) for later, n, kind in expected if later == back)
+
+
+def plain(rows, weight, counts, product):
+    """Each expert's rows by themselves."""
+    parts = zip(rows.split(counts.tolist()), weight, strict=True)
+    return torch.cat([product(x, w) for x, w in parts])
+
+
+class OneExpert(torch.autograd.Function):
+    """FP8 of one expert, by the definition: scales by rows of what each product sums over."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        low = [reference.rounded(t, t.abs().amax(1, keepdim=True)) for t in (x, w)]
+        return low[0] @ low[1].t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        if not len(x):
+            return x, torch.zeros_like(w)
+        rows = reference.rounded(grad, grad.abs().amax(1, keepdim=True))
+        columns = reference.rounded(w, w.abs().amax(0, keepdim=True))
+        of_x = rows @ columns
+        left, right = (reference.rounded(t, t.abs().amax(0, keepdim=True)) for t in (grad, x))
+        return of_x, left.t() @ right
+
+
+def test_experts_in_fp8_are_each_scaled_by_themselves():
+    rows, weight = torch.randn(64, 32), torch.randn(4, 48, 32)
+    rows[21:61] *= 1000  # one expert's rows hide no other's
+    ends, results = COUNTS.cumsum(0, dtype=torch.int32), []
+    for way in (
+        lambda x, w: grouped("rowwise", True, x, w.transpose(1, 2), ends),
+        lambda x, w: plain(x, w, COUNTS, OneExpert.apply),
+    ):
+        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = way(x, w)
+        torch.manual_seed(2)
+        y.backward(torch.randn_like(y))
+        results.append([y, x.grad, w.grad])
+    for made, expected in zip(*results, strict=True):
+        torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("multiple", [16, 32])
+def test_groups_are_filled_up_without_a_wait(multiple):
+    rows = torch.randn(64, 8)
+    filled, ends, places = fill_groups(rows, COUNTS.cumsum(0, dtype=torch.int32), multiple)
+    assert all(int(end) % multiple == 0 for end in ends) and len(filled) % multiple == 0
+    begins = [0, *ends[:-1].tolist()]
+    for begin, end, own in zip(begins, ends.tolist(), rows.split(COUNTS.tolist()), strict=True):
+        assert torch.equal(filled[begin : begin + len(own)], own)
+        assert not filled[begin + len(own) : end].any()
+    assert torch.equal(filled[places], rows) and len(filled) >= ends[-1]
+
+
+def test_experts_in_mxfp8_are_those_of_separate_layers():
+    """torchao's emulated kernels, filled up by us: an expert's blocks hold no other's rows."""
+    rows, weight = torch.randn(64, 32), torch.randn(4, 64, 32)
+    rows[21:61] *= 1000
+    ends, results = COUNTS.cumsum(0, dtype=torch.int32), []
+
+    def alone(x, w):
+        filled = torch.cat((x, x.new_zeros(-len(x) % 32, 32)))
+        y = LinearProduct.apply(filled, w, MicroscaledProducts(emulated=True), None, None)
+        return y[: len(x)]
+
+    for way in (
+        lambda x, w: grouped("mxfp8", True, x, w.transpose(1, 2), ends),
+        lambda x, w: plain(x, w, COUNTS, alone),
+    ):
+        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = way(x.bfloat16(), w.bfloat16())
+        torch.manual_seed(2)
+        y.backward(torch.randn_like(y))
+        results.append([y, x.grad, w.grad])
+    for made, expected in zip(*results, strict=True):
+        assert (made.float() - expected.float()).norm() < 0.02 * expected.float().norm()
+
+
+def test_a_layer_of_experts_takes_its_product():
+    layer = Stacked(4, 32, 48, bias=True)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    rows = torch.randn(64, 32)
+    exact = layer(rows, COUNTS)
+    layer.product = lambda *operands: grouped("rowwise", True, *operands)
+    low = layer(rows, COUNTS)
+    assert 1e-3 < (low - exact).norm() / exact.norm() < 0.1
+
+
+def test_nvfp4_rounds_as_torchao_does():
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    x = torch.randn(32, 64)
+    scale = per_tensor_amax_to_scale(x.abs().max())
+    theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(torch.float32)
+    ours = reference.to_nvfp4(x, x.abs().max())
+    same = (ours - theirs).abs() < 1e-6
+    assert same.float().mean() > 0.99  # a bound may fall either way
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_nvfp4_of_weights_is_the_same_for_both_passes():
+    w = torch.randn(48, 64)
+    low, turned = (reference.to_nvfp4(t, w.abs().max(), square=True) for t in (w, w.t()))
+    assert torch.equal(low, turned.t())
+    assert not torch.equal(low, reference.to_nvfp4(w, w.abs().max()))
+
+
+def test_gradients_are_rounded_up_and_down_in_proportion():
+    x = torch.randn(16, 16)
+    draws = [reference.to_nvfp4(x, x.abs().max(), random=torch.rand(16, 16)) for _ in range(4000)]
+    mean, nearest = torch.stack(draws).mean(0), reference.to_nvfp4(x, x.abs().max())
+    assert (mean - x).abs().max() < 0.1 * (nearest - x).abs().max()
+
+
+def test_a_hadamard_transform_leaves_products_alone():
+    a, b, signs = torch.randn(8, 64), torch.randn(8, 64), 1 - 2.0 * torch.randint(2, (16,))
+    turned = reference.hadamard(a, signs) @ reference.hadamard(b, signs).t()
+    torch.testing.assert_close(turned, a @ b.t(), rtol=1e-4, atol=1e-4)
+    spike = torch.zeros(1, 16)
+    spike[0, 3] = 4.0
+    assert torch.allclose(reference.hadamard(spike, signs).abs(), torch.ones(1, 16))
+
+
+def test_products_in_nvfp4_are_near_and_their_gradients_unbiased():
+    x, w, grad = torch.randn(64, 128), torch.randn(96, 128), torch.randn(64, 96)
+    products = reference.Nvfp4Products("blocks.0.mlp.up", ALONE, WHOLE)
+    errors = []
+    for made, exact in (
+        (products.output(x, w), x @ w.t()),
+        (products.of_input(grad, w), grad @ w),
+        (products.of_weight(grad, x), grad.t() @ x),
+    ):
+        errors.append(((made - exact).norm() / exact.norm()).item())
+    assert all(0.02 < error < 0.25 for error in errors)
+    many = torch.stack([products.of_weight(grad, x) for _ in range(64)]).mean(0)
+    assert (many - grad.t() @ x).norm() < 0.75 * errors[2] * (grad.t() @ x).norm()
+
+
+def test_a_gathered_input_is_gathered_beside_a_product():
+    """In backward the gather begins before the input's gradient, and its scatter before the weight's."""
+    events = []
+
+    class Loud(ScaledProducts):
+        def __init__(self):
+            pass
+
+        def output(self, x, weight):
+            events.append("output")
+            return x @ weight.t()
+
+        def of_input(self, grad, weight):
+            events.append("of input")
+            return grad @ weight
+
+        def of_weight(self, grad, x):
+            events.append("of weight")
+            return grad.t() @ x
+
+    def move(name, change):
+        def begin(x):
+            events.append(f"{name} begins")
+
+            def end():
+                events.append(f"{name} ends")
+                return change(x)
+
+            return end
+
+        return begin
+
+    gather = move("gather", lambda x: torch.cat((x, 2 * x), dim=1))
+    scatter = move("scatter", lambda x: x[:, :3] + x[:, 3:])
+    x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    y = LinearProduct.apply(x, weight, Loud(), gather, scatter)
+    assert events == ["gather begins", "gather ends", "output"]
+    events.clear()
+    y.sum().backward()
+    assert events == [
+        "gather begins", "of input", "gather ends", "scatter begins", "of weight", "scatter ends",
+    ]  # fmt: skip
+    kept = 0
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numel(), lambda n: n):
+        node = LinearProduct.apply(x, weight, Loud(), gather, scatter).grad_fn
+        kept = sum(n for n in node.saved_tensors)
+    assert kept == x.numel() + weight.numel()

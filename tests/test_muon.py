@@ -1,0 +1,145 @@
+"""Muon: against PyTorch's, matrix by matrix, and its learning beside AdamW's."""
+
+import math
+
+import pytest
+import torch
+
+from llm_train_bench.apply.muon import Muon, orthogonal, pieces
+from llm_train_bench.apply.optimizer import AdamW8bit, build_optimizer, optimizer_step
+from llm_train_bench.formulas.flops import muon_flops
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.shares import is_matrix, matrix_rows
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.settings.flags import OptimizerFlags
+from tests.helpers import config
+
+CPU = torch.device("cpu")
+MUON = OptimizerFlags(optimizer="muon", lr=1e-2, weight_decay=0.1)
+
+
+def model_of(family: str, **changes) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(config(family, **changes), 16)
+    materialize(model, CPU, 0)
+    return model
+
+
+def gradients_of(model: Transformer) -> None:
+    ids = torch.arange(32).view(2, 16) % 97
+    model(ids, ids).backward()
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48), (16, 16)])
+def test_matrices_become_orthogonal_as_pytorchs_do(shape):
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    torch.manual_seed(0)
+    batch = torch.randn(3, *shape)
+    made = orthogonal(batch)
+    for x, y in zip(batch, made, strict=True):
+        theirs = _zeropower_via_newtonschulz(x, (3.4445, -4.7750, 2.0315), 5, 1e-7).float()
+        assert (y - theirs).norm() < 0.02 * theirs.norm()  # theirs is in bf16
+        values = torch.linalg.svdvals(y)
+        assert values.min() > 0.6 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_step_is_pytorchs_for_each_matrix(family):
+    """Queries, keys, values, gate, up and each expert are matrices of their own."""
+    model = model_of(family)
+    gradients_of(model)
+    named = {n: p for n, p in model.weights() if p.requires_grad}
+    before = {n: p.detach().clone() for n, p in named.items()}
+    expected, count = {}, 0
+    for name, parameter in named.items():
+        if not is_matrix(name, parameter.ndim):
+            continue
+        stack = before[name] if parameter.ndim == 3 else before[name][None]
+        grads = parameter.grad if parameter.ndim == 3 else parameter.grad[None]
+        rows = [n for n, _ in matrix_rows(model.config, name)]
+        assert sum(rows) == stack.shape[1]
+        wholes = []
+        for matrix, grad in zip(stack, grads, strict=True):
+            parts = []
+            for part, g in zip(matrix.split(rows), grad.split(rows), strict=True):
+                own = torch.nn.Parameter(part.clone())
+                own.grad = g.clone()
+                options = dict(lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+                torch.optim.Muon([own], **options).step()
+                parts.append(own.detach())
+                count += 1
+            wholes.append(torch.cat(parts))
+        expected[name] = torch.stack(wholes).view_as(before[name])
+    optimizer = build_optimizer(model, MUON)
+    assert isinstance(optimizer, Muon) and len(optimizer.exchange.own) == count
+    optimizer.step()
+    for name, parameter in named.items():
+        step = parameter.detach() - before[name]
+        if name in expected:
+            theirs = expected[name] - before[name]
+            assert (step - theirs).norm() < 0.03 * theirs.norm(), name
+        else:
+            assert step.abs().max() <= 1.1e-2 + 1e-3 * before[name].abs().max()
+
+
+def test_the_rest_takes_the_steps_of_adamw():
+    model, other = model_of("qwen3"), model_of("qwen3")
+    optimizers = [
+        build_optimizer(m, f) for m, f in ((model, MUON), (other, OptimizerFlags(lr=1e-2)))
+    ]
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        gradients_of(m)
+        optimizer.step()
+    for (name, a), (_, b) in zip(model.weights(), other.weights(), strict=True):
+        assert torch.equal(a, b) != is_matrix(name, a.ndim), name
+
+
+def test_clipping_scales_the_gradients_that_muon_sees():
+    model = model_of("qwen3")
+    optimizer, parameters = build_optimizer(model, MUON), [*model.parameters()]
+    gradients_of(model)
+    norm = optimizer_step(parameters, optimizer, 1e-2, 0.01, None)
+    grads = torch.cat([p.grad.flatten() for p in parameters])
+    assert norm > 0.1 and grads.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_flops_of_the_iteration_are_those_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for shape in ((48, 32), (32, 96)):
+        with FlopCounterMode(display=False) as counter:
+            orthogonal(torch.randn(1, *shape))
+        assert counter.get_total_flops() == muon_flops(*shape)
+
+
+def test_every_number_of_a_matrix_is_in_one_piece():
+    model = model_of("qwen3_moe")
+    for name, parameter in model.weights():
+        if is_matrix(name, parameter.ndim):
+            found = pieces(model, name, parameter)
+            seen = torch.zeros_like(parameter, dtype=torch.int64)
+            for piece, at in found:
+                assert seen[at].shape == piece.shape
+                seen[at] += 1
+            assert (seen == 1).all() and sum(math.prod(p.size) for p, _ in found) == seen.numel()
+
+
+def test_moments_of_8_bits_follow_adamw():
+    """Two steps on a few matrices: near AdamW's, with a fifth of its state."""
+    flags = [OptimizerFlags(optimizer=name, lr=1e-3) for name in ("adamw", "adamw8bit")]
+    models = [model_of("qwen3", hidden_size=64, intermediate_size=128) for _ in flags]
+    optimizers = [build_optimizer(m, f) for m, f in zip(models, flags, strict=True)]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(4):
+            gradients_of(model)
+            optimizer_step([*model.parameters()], optimizer, 1e-3, 1.0, None)
+            model.zero_grad()
+        model.steps = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+    exact, low = (torch.cat([s.flatten() for s in model.steps]) for model in models)
+    assert 1e-6 < (low - exact).norm() / exact.norm() < 0.15
+    assert isinstance(optimizers[1], AdamW8bit)
+    states = optimizers[1].inner.state.values()
+    kinds = {type(s["exp_avg"]).__name__ for s in states if s["exp_avg"].numel() >= 4096}
+    assert kinds == {"OptimState8bit"}
