@@ -19,7 +19,7 @@ from llm_train_bench.model.layers import (
     autocast_dtype,
     no_autocast,
 )
-from llm_train_bench.model.layout import ALONE, Layout
+from llm_train_bench.model.layout import ALONE, Layout, count_rows
 from llm_train_bench.model.shapes import Experts
 
 
@@ -78,18 +78,6 @@ def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -
     positions = torch.arange(T, device=device) if positions is None else positions
     tokens = (torch.arange(B, device=device)[:, None] * T + positions).flatten()
     return (tokens[:, None] * e.per_token + torch.arange(e.per_token, device=device)) % e.number
-
-
-def count_rows(index: Tensor, number: int) -> Tensor:
-    """(N, k) experts' numbers to how often each occurs (number,)."""
-    flat = index.flatten()
-    zeros = torch.zeros(number, dtype=flat.dtype, device=flat.device)
-    return zeros.scatter_add_(0, flat, torch.ones_like(flat))
-
-
-def inverse(order: Tensor) -> Tensor:
-    """The inverse of a permutation."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class Stacked(nn.Module):
@@ -181,9 +169,9 @@ class MixtureOfExperts(nn.Module):
         index, plan = self.passed.popleft() if self.phase == "recall" else (balanced, None)
         scores, index, weights = self.router(tokens, index)
         rows = tokens if self.latent_down is None else self.latent_down(tokens)
-        coming = self.sent(rows, index, plan)
+        coming, plan = self.sent(rows, index, weights.to(x.dtype), plan)
         shared = None if self.shared is None else self.shared(x)  # while rows travel
-        y = self.mixed(coming, weights.to(x.dtype))
+        y = self.mixed(coming, plan)
         y = y if self.latent_up is None else self.latent_up(y)
         if self.options.aux_loss and torch.is_grad_enabled():
             y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, index))
@@ -194,34 +182,31 @@ class MixtureOfExperts(nn.Module):
             shared = torch.sigmoid(self.shared_gate(x)) * shared
         return y + shared
 
-    def sent(self, tokens: Tensor, index: Tensor, plan: Any) -> tuple[Any, Tensor, Any]:
-        """(N, d) tokens and the choice to rows on their way to the experts, their order, and a plan.
+    def sent(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> tuple[Any, Any]:
+        """(N, d) tokens, the choice and its weights (N, k) on their way to the experts, and a plan.
 
         A recomputation has the plan of its forward pass, and so need not ask other ranks, nor wait for
         the numbers.
         """
-        order = index.flatten().argsort(stable=True)  # by expert, then by token
         if plan is None:
-            counts = count_rows(index, self.options.number)
-            key = (index.shape, index.device) if self.balanced else None
+            key = (index.shape, index.device) if self.balanced and self.layout.ep > 1 else None
             plan = self.same.get(key)
             if plan is None:
-                plan = self.layout.plan_rows(counts)
+                plan = self.layout.plan_rows(index, self.options.number)
             if key is not None:
                 self.same[key] = plan
             if self.training:  # validation moves no correction
+                counts = count_rows(index, self.options.number)
                 if self.rows is None or self.rows.device != counts.device:
                     self.rows = torch.zeros_like(counts, dtype=torch.float32)
                 self.rows += counts
         if self.phase == "keep":
             self.passed.append((index, plan))
-        return self.layout.send(tokens[order // self.options.per_token], plan), order, plan
+        return self.layout.send(tokens, index, weights, plan), plan
 
-    def mixed(self, sent: tuple[Any, Tensor, Any], weights: Tensor) -> Tensor:
-        """Rows from `sent` to the weighted sums (N, d) of their experts' outputs."""
-        rows, order, plan = sent
-        out, k = self.layout.experts(self.experts, rows, plan), self.options.per_token
-        return (out[inverse(order)].unflatten(0, (-1, k)) * weights[..., None]).sum(dim=1)
+    def mixed(self, sent: Any, plan: Any) -> Tensor:
+        """What `sent` sent to the weighted sums (N, d) of their experts' outputs."""
+        return self.layout.experts(self.experts, sent, plan)
 
     def balance_loss(self, scores: Tensor, index: Tensor) -> Tensor:
         """E x sum of experts' shares of the choices times mean scores (Fedus et al. 2021, eq. 4)."""

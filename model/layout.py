@@ -49,6 +49,18 @@ class Places(NamedTuple):
     """(T,) where each position lies among those keys."""
 
 
+def count_rows(index: Tensor, number: int) -> Tensor:
+    """(N, k) experts' numbers to how often each occurs (number,)."""
+    flat = index.flatten()
+    zeros = torch.zeros(number, dtype=flat.dtype, device=flat.device)
+    return zeros.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 class Layout:
     """The layout of one rank: nothing moves. `tp`, `cp` and `ep` divide heads, tokens and experts."""
 
@@ -75,17 +87,20 @@ class Layout:
         """Attention over all T tokens, of queries, keys and values of `gather`'s."""
         return attend(q, k, v, mask, 0)
 
-    def plan_rows(self, counts: Tensor) -> Any:
-        """What `send` and `experts` need, of own rows for each expert (E,)."""
-        return counts
+    def plan_rows(self, index: Tensor, number: int) -> Any:
+        """What `send` and `experts` need, of the choice (N, k) among a number of experts."""
+        return count_rows(index, number)
 
-    def send(self, rows: Tensor, plan: Any) -> Any:
-        """Rows (R, d) sorted by expert on their way to their experts; only `experts` may read them."""
-        return rows
+    def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
+        """(N, d) tokens on their way to the experts chosen for them; only `experts` may read them."""
+        order = index.flatten().argsort(stable=True)  # by expert, then by token
+        return tokens[order // index.shape[1]], order, weights
 
-    def experts(self, experts: nn.Module, rows: Any, plan: Any) -> Tensor:
-        """`experts(rows, counts)` of what was sent, wherever the experts are; the rows come back."""
-        return experts(rows, plan)
+    def experts(self, experts: nn.Module, sent: Any, plan: Any) -> Tensor:
+        """The weighted sums (N, d) of `experts(rows, counts)` of what was sent, wherever they are."""
+        rows, order, weights = sent
+        out = experts(rows, plan)[inverse(order)]
+        return (out.unflatten(0, weights.shape) * weights[..., None]).sum(dim=1)
 
     def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         """A parameter of that name, or its gradient, whole; all ranks call this."""

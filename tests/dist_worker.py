@@ -8,6 +8,8 @@ Next to each result lies `facts.json`:
 - draws: the next random number of each rank; dropout: digests of its generator before its dropouts,
 - idle: how many exchanges of tokens brought each rank nothing,
 - calls: how often collectives were called, by kind, and the gathers before the first attention,
+- events: the first exchanges of tokens and matmuls, in their order
+- waits: how often numbers of experts' rows came to the host
 - built: the most bytes that tensors held until the model was built,
 
 and with `gradients` also gradients.safetensors and parameters.safetensors: whole, of the first step
@@ -87,6 +89,10 @@ TOKENS = {
 }
 
 
+# What may run beside an exchange, and when it begins and ends.
+EVENTS = (*TOKENS, "wait_tensor", "mm", "addmm", "_grouped_mm")
+
+
 class Job(NamedTuple):
     """A run of a script on some ranks; `traced` compiles without Inductor's code.
 
@@ -121,7 +127,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self, keeps: bool):
         super().__init__()
         self.keeps = keeps  # gradients
-        self.bytes, self.calls = Counter(), Counter()
+        self.bytes, self.calls, self.events = Counter(), Counter(), []
         self.held, self.kernels = {}, 0
         self.most_held, self.looking = 0, True
         self.model, self.gradients = None, {}
@@ -187,6 +193,9 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func._schema.name.split("::")
+        if name in EVENTS and len(self.events) < 5000:
+            back = torch._C._current_graph_task_id() != -1
+            self.events.append(f"{'backward ' * back}{name}")
         if namespace == "c10d" and name in KINDS:
             kind, position = KINDS[name]
             tensors = args[position]
@@ -430,6 +439,12 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 stack.enter_context(watched(*attention))
                 stack.enter_context(watched("dropout", generator_digest, states))
                 stack.enter_context(traffic)
+            rows_to_send = RankLayout.rows_to_send
+            waits = stack.enter_context(
+                mock.patch.object(
+                    RankLayout, "rows_to_send", autospec=True, side_effect=rows_to_send
+                )
+            )
             for patch in (
                 *(mock.patch.object(m, "build_optimizer", traffic.built) for m in OPTIMIZERS),
                 mock.patch("llm_train_bench.model.init.fill_normal", traffic.fill_normal),
@@ -463,6 +478,8 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
             "dropout": gather(ranks, states),
             "idle": gather(ranks, traffic.calls["exchanges that brought nothing"]),
             "calls": traffic.calls,
+            "events": traffic.events,
+            "waits": waits.call_count,
             "built": traffic.most_held,
         }
         if ranks.main:

@@ -108,6 +108,51 @@ def test_a_supported_combination_trains_as_its_number_format_does(c, finished):
         assert result["fp8"] is None
 
 
+# FP8 in stages and in layouts of ranks that share a batch; compiled with `make test-cells`.
+FP8_LAYOUTS = [
+    c
+    for c in SUPPORTED
+    if c.fp8 == "torchao"
+    and c not in [*ON_A_CPU, *ONLY_ON_A_GPU]
+    and (ALL_CELLS or c.compile == "off")
+]
+
+
+def of_layout(c: Combination) -> list[str]:
+    """The command line of a cell on four ranks; with experts, of another model."""
+    config = "configs/moe-tiny.json" if c.layout == "experts" else TINY[0]
+    batch = ["--bsz", "4"] if c.entrypoint == "train.py" else ["--bsz", "1"]
+    if c.entrypoint == "train_pp.py":
+        batch += ["--grad-acc-steps", "4" if c.layout == "tokens" else "2"]
+    elif c.layout == "tokens":
+        batch = ["--bsz", "2"]
+    return [config, *TINY[1:], *batch, *flags(c)]
+
+
+@pytest.fixture(scope="module")
+def laid_out(tmp_path_factory):
+    """FP8 in every layout, and on one device."""
+    out = tmp_path_factory.mktemp("fp8")
+    alone = [Combination("train.py", "bf16", "torchao", "off", "off", x) for x in AXES["layout"]]
+    jobs = [Job(name(c), c.entrypoint, of_layout(c._replace(layout="data")), 1) for c in alone[:2]]
+    one = of_layout(alone[2])[:-2]  # without --ep 2
+    jobs.append(Job(name(alone[2]), "train.py", one, 1))
+    jobs += [Job(name(c), c.entrypoint, of_layout(c), 4, traced_only(c)) for c in FP8_LAYOUTS]
+    run_jobs(jobs, out)
+    return out
+
+
+@pytest.mark.parametrize("c", FP8_LAYOUTS, ids=name)
+def test_fp8_trains_in_every_layout(c, laid_out):
+    result = json.loads((laid_out / name(c) / "result.json").read_text())
+    alone = Combination("train.py", "bf16", "torchao", "off", "off", c.layout)
+    assert result["status"] == "ok" and result["fp8"]["emulated"]
+    values, expected = (steps(laid_out, cell) for cell in (c, alone))
+    assert values == pytest.approx(expected, rel=2e-3)
+    before = json.loads((laid_out / name(alone) / "result.json").read_text())
+    assert result["fp8"]["n_parameters"] == before["fp8"]["n_parameters"]
+
+
 def test_number_formats_differ(finished):
     """Losses agree within a format, but not between formats."""
     formats = ("off", "off"), ("bf16", "off"), ("fp16", "off"), ("bf16", "torchao")
@@ -144,7 +189,7 @@ def test_the_short_form_has_every_pair_of_settings():
 
 
 def test_the_table_is_whole():
-    assert len(ALL) == 648 and len(SUPPORTED) == 154
+    assert len(ALL) == 648 and len(SUPPORTED) == 192
     refused = {refusal(c) for c in EVERY}
     assert refused == {message for message, _ in rules.TOGGLES} | {None}
 

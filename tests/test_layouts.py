@@ -50,6 +50,46 @@ def test_a_layout_is_equal_to_one_device_unless_it_is_broken(name, finished, rec
     assert len(set(draws)) == len(draws) == layouts.CASES[name].ranks
 
 
+def facts_of(finished, name: str) -> dict:
+    return json.loads((finished / name / "facts.json").read_text())
+
+
+def beside(events: list[str], exchange: str) -> list[int]:
+    """Matmuls between each exchange and the next wait."""
+    found = []
+    for i, event in enumerate(events):
+        if event == exchange:
+            rest = [e.removeprefix("backward ") for e in events[i + 1 :]]
+            found.append(sum(e.endswith("mm") for e in rest[: rest.index("wait_tensor")]))
+    return found
+
+
+def test_tensor_parallel_exchanges_run_beside_products(finished):
+    """In a trace's order: backward gathers inputs beside one product, and scatters beside the other."""
+    events = facts_of(finished, "tp2-biases")["events"]
+    events = events[: len(events) - events[::-1].index("wait_tensor")]
+    for exchange in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert set(beside(events, exchange)) == {0}  # what comes next needs them
+        during = beside(events, f"backward {exchange}")
+        assert {0, 1} == set(during) and sum(during) > 20, exchange
+
+
+def test_rows_of_experts_travel_beside_the_shared_expert(finished):
+    events = facts_of(finished, "ep2-deepseek-bf16")["events"]
+    events = events[: len(events) - events[::-1].index("wait_tensor")]
+    for exchange in ("all_to_all_single", "backward all_to_all_single"):
+        assert max(beside(events, exchange)) >= 2, exchange
+
+
+def test_the_host_waits_once_for_rows_of_a_layer_and_micro_batch(finished):
+    """Recomputation does not ask again: of two layers, one has experts."""
+    case, name = layouts.CASES["pp2-cp2-half"], "pp2-cp2-half"
+    steps, evaluations = layouts.steps_of(finished / name), 2
+    micro = case.size("--grad-acc-steps")
+    assert "--sac-freq" in case.flags
+    assert facts_of(finished, name)["waits"] <= (len(steps) + evaluations) * micro
+
+
 class Part(layout.Layout):
     """A rank of a made-up layout, for the arithmetic of parts."""
 

@@ -29,6 +29,7 @@ from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import autocast, set_weights
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.formulas.collectives import tokens_sent
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.transformer import Transformer
@@ -47,10 +48,10 @@ class _EvenLayout(RankLayout):
         super().__init__(work.fsdp, rank)
         self.work = work
 
-    def rows_to_send(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+    def rows_to_send(self, numbers: Tensor) -> tuple[list[int], list[int], int]:
         n, micro = self.ep, self.work.batch.micro_tokens // (self.tp * self.cp)
-        rows = [micro * self.work.config.experts.per_token // n] * n
-        return rows, rows
+        rows = [round(micro * tokens_sent(self.work) / n)] * n
+        return rows, rows, micro * self.work.config.experts.per_token
 
 
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:

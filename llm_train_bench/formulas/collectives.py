@@ -259,8 +259,8 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
 
     Tensor parallelism: Korthikanti et al. 2022, section 4.2.2. Ulysses: Jacobs et al. 2023, section 3.2;
     gathered keys and values: Llama 3, section 3.3.2. A checkpointed block moves them in its recomputation
-    too, up to the input of its last linear layer; the `op` policy keeps what came. Rows of experts are
-    the mean over ranks: a rank sends back what it got.
+    too, up to the input of its last linear layer; the `op` policy keeps what came. Tokens sent to experts
+    are the mean over ranks (`tokens_sent`): a rank sends back what it got.
     """
     fsdp, config, w, own = work.fsdp, work.config, work.matmul_bytes, work.own_tokens
     again = layer in work.recompute.blocks and work.recompute.policy == "block" and work.trains
@@ -296,10 +296,10 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
             yield TokenMoves("tp", "reduce_scatter", back, size, fsdp.tp, 1, work.keeps_shards)
         if mixes and config.whole_qk_norm:  # mean squares of queries and keys, in fp32
             yield TokenMoves("tp", "all_reduce", passes, 8 * work.gathered_tokens, fsdp.tp, 1)
-        # A recomputation stops before the last reduction, unless a norm or a gate comes after it.
+        # A recomputation stops before the last reduction, unless a norm or experts come after it.
         last = config.ends_with_norm(layer)
         repeated = (mixes and (last or layer not in config.mixer_alone)) + (
-            follows and (last or experts.shared_gate)
+            follows and (last or experts.shared_size > 0)
         )
         reductions = places + again * repeated
         yield TokenMoves("tp", "reduce_scatter", reductions, gathered, fsdp.tp, 1)
@@ -326,13 +326,35 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         ranks, apart = (fsdp.tp, 1) if kind == "tp" else (fsdp.cp, fsdp.tp)
         yield TokenMoves(kind, "all_reduce", calls, 4 * number, ranks, apart)
     if experts and fsdp.ep > 1:
-        rows = own * experts.per_token * (experts.latent or config.hidden_size) * w
+        sent = own * tokens_sent(work)
+        rows = round(sent * (experts.latent or config.hidden_size) * w)
         yield TokenMoves("ep", "all_to_all", 2 * passes, rows, fsdp.ep, 1)
+        # Choices of experts and their weights.
+        chosen = round(sent * 2 * experts.per_token * 4)
+        yield TokenMoves("ep", "all_to_all", passes, chosen, fsdp.ep, 1)
         if not work.balanced:  # or it is always the same
-            counts = 1 + again * work.compiled
-            yield TokenMoves("ep", "all_to_all", counts, 8 * experts.number, fsdp.ep, 1)
+            yield TokenMoves(
+                "ep", "all_to_all", 1 + again * work.compiled, 16 * fsdp.ep, fsdp.ep, 1
+            )
     if experts.aux_loss and work.trains:
         yield TokenMoves("ep", "all_reduce", 1 + repeats, 4 * experts.number, fsdp.ranks, 1)
+
+
+def tokens_sent(work: Work) -> float:
+    """To how many ep ranks a token goes, in the mean.
+
+    Of a token's k experts those of one rank get it once. Balanced ones are k neighbours of all, dealt out
+    in turn; learned ones are thought to be chosen alike.
+    """
+    e, ep = work.config.experts, work.fsdp.ep
+    k, each = e.per_token, e.number // ep
+    if work.trainer is not OUR_TRAINER:
+        return k
+    if not work.balanced:
+        return ep * (1 - math.comb(e.number - each, k) / math.comb(e.number, k))
+    firsts = range(0, math.lcm(e.number, k), k)
+    places = [len({(first + j) % e.number // each for j in range(k)}) for first in firsts]
+    return sum(places) / len(places)
 
 
 def _scales_reduced(work: Work, layer: int) -> Iterator[tuple[bool, int, str]]:

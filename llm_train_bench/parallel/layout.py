@@ -19,9 +19,15 @@ from torch.distributed.tensor import DTensor
 from llm_train_bench.apply.sharded import place
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.experts import inverse
 from llm_train_bench.model.layers import autocast_dtype
-from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, joined
+from llm_train_bench.model.layout import (
+    Attend,
+    Documents,
+    HasWeights,
+    Places,
+    count_rows,
+    joined,
+)
 from llm_train_bench.model.products import PLAIN, LinearProduct, products_of
 from llm_train_bench.model.shares import cuts, divided, whole_shape
 from llm_train_bench.parallel.ddp import ReplicaLayout
@@ -325,45 +331,71 @@ class RankLayout(ReplicaLayout):
         k, v = (p.unflatten(-1, x.shape[2:]) for p, x in zip(parts, (k, v), strict=True))
         return attend(q, k, v, mask, 0)
 
-    def plan_rows(self, counts: Tensor) -> Any:
-        """Rows that come for each expert from each rank (ep, E / ep), and numbers sent and received."""
+    def plan_rows(self, index: Tensor, number: int) -> Any:
+        """Tokens to each of the ep ranks and from it, and choices of experts here.
+
+        A token that several experts of a rank want goes there once.
+        """
         if self.ep == 1:
-            return counts
+            return super().plan_rows(index, number)
+        place = index // (number // self.ep)
+        numbers = torch.stack((self.wanted(place).sum(1), count_rows(place, self.ep)), dim=1)
         # By an operator that selective checkpointing does not keep: a recomputation has the plan.
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=self.groups["ep"])
-        theirs = theirs.view(self.ep, -1)
-        return theirs, *self.rows_to_send(counts.view(self.ep, -1).sum(1), theirs.sum(1))
+        theirs = torch.empty_like(numbers)
+        dist.all_to_all_single(theirs, numbers, group=self.groups["ep"])
+        return self.rows_to_send(torch.cat((numbers[:, 0], theirs.T.flatten()))), number // self.ep
 
-    def send(self, rows: Tensor, plan: Any) -> Any:
-        if self.ep == 1:
-            return rows
-        _, sent, received = plan
-        returning: list[Tensor] = []
-        return _Sent.apply(rows, received, sent, self.names["ep"], returning), returning
+    def wanted(self, place: Tensor) -> Tensor:
+        """(N, k) ranks of a token's experts to whether each rank wants the token (ep, N), as 0 and 1."""
+        return place.new_zeros(len(place), self.ep).scatter_(1, place, 1).T
 
-    def experts(self, experts: nn.Module, rows: Any, plan: Any) -> Tensor:
-        """Rows that come from all ranks go through the experts, and back."""
+    def rows_to_send(self, numbers: Tensor) -> tuple[list[int], list[int], int]:
+        """Tokens to and from each of the ep ranks, and choices: a layer's one wait for the device.
+
+        It is in the forward of a micro batch: a recomputation and balanced routing know the numbers.
+        """
+        there, here, choices = numbers.view(3, -1).tolist()
+        return there, here, sum(choices)
+
+    def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         if self.ep == 1:
-            return experts(rows, plan)
-        name, n, (theirs, sent, received) = self.names["ep"], self.ep, plan
-        coming, returning = rows
-        arrived = _Arrived.apply(coming, received, sent, name, returning)
-        local = torch.arange(theirs.shape[1], device=arrived.device).repeat(n)
-        expert = torch.repeat_interleave(local, theirs.flatten(), output_size=len(arrived))
-        order = expert.argsort(stable=True)
-        totals = theirs.sum(0)
-        if not len(arrived):  # the experts' gradients are zeros, not absent
-            totals = F.pad(torch.ones_like(totals[:1]), (0, len(totals) - 1))
-            y = experts(F.pad(arrived, (0, 0, 0, 1)), totals)[:0]
+            return super().send(tokens, index, weights, plan)
+        ((there, here, _), each), N = plan, len(tokens)
+        order = self.wanted(index // each).flatten().argsort(descending=True, stable=True)
+        order = order[: sum(there)]  # by rank, then by token
+        token, place = order % N, order // N
+        local = index[token] - each * place[:, None]
+        inside = (local >= 0) & (local < each)
+        choice = torch.where(inside, local, each).float()
+        with_weights = torch.cat((torch.where(inside, weights[token].float(), 0.0), choice), dim=1)
+        flights = []
+        for rows in (tokens[token], with_weights):
+            returning: list[Tensor] = []
+            args = here, there, self.names["ep"], returning
+            flights.append((_Sent.apply(rows, *args), *args))
+        return flights, token, N
+
+    def experts(self, experts: nn.Module, sent: Any, plan: Any) -> Tensor:
+        """Tokens that come from all ranks go through the experts, and their sums back."""
+        if self.ep == 1:
+            return super().experts(experts, sent, plan)
+        (flights, token, N), ((there, here, choices), each) = sent, plan
+        tokens, with_weights = (_Arrived.apply(*flight) for flight in flights)
+        k = with_weights.shape[1] // 2
+        choice = with_weights[:, k:].detach().long().flatten()
+        order = choice.argsort(stable=True)[:choices]  # by expert; those of other ranks come last
+        counts = count_rows(choice, each + 1)[:each]
+        rows = tokens[order // k]
+        if not len(rows):  # the experts' gradients are zeros, not absent
+            counts = F.pad(torch.ones_like(counts[:1]), (0, each - 1))
+            y = experts(F.pad(rows, (0, 0, 0, 1)), counts)[:0]
         else:
-            y = experts(arrived[order], totals)
-        return funcol.all_to_all_single_autograd(y[inverse(order)], sent, received, name)
-
-    def rows_to_send(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
-        """Rows to and from each of the ep ranks: a layer's one wait for the device, in its forward."""
-        there, here = torch.stack((sent, received)).tolist()
-        return there, here
+            y = experts(rows, counts)
+        y = y.float() * with_weights[:, :k].flatten()[order, None]
+        sums = y.new_zeros(len(tokens), y.shape[1]).index_add(0, order // k, y).to(rows.dtype)
+        back = funcol.all_to_all_single_autograd(sums, there, here, self.names["ep"])
+        out = torch.zeros(N, y.shape[1], device=y.device).index_add(0, token, back.float())
+        return out.to(rows.dtype)
 
 
 # Chunks of a sample for each cp rank, of which documents give unequal work.

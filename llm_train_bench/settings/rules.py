@@ -66,10 +66,6 @@ TOGGLES = (
     ("--tp, --cp, --ep or train_pp.py with --fp8-backend te: its modules are for whole layers here; use "
      "--fp8-backend torchao",
      lambda a, s: (_divided(a) or s is Script.PP) and a.use_fp8 and a.fp8_backend == "te"),
-    ("--fp8-recipe mxfp8 or nvfp4 of torchao with --pt-compile: these prototypes run eagerly here; leave "
-     "it out",
-     lambda a, s: a.use_fp8 and a.fp8_backend == "torchao" and a.pt_compile
-     and a.fp8_recipe in ("mxfp8", "nvfp4")),
 )
 # All other flags that contradict each other.
 CONTRADICTIONS = (
@@ -78,6 +74,10 @@ CONTRADICTIONS = (
      lambda a, s: a.linear == "te" and (a.use_fp8 or a.pt_compile or a.sac_policy == "op" or a.tp > 1
                                         or a.fused_backward or a.lora_rank or a.bf16_weights != "off"
                                         or s is Script.PP or a.amp == "fp16")),
+    ("--fp8-recipe mxfp8 or nvfp4 of torchao with --pt-compile: these prototypes run eagerly here; leave "
+     "it out",
+     lambda a, s: a.use_fp8 and a.fp8_backend == "torchao" and a.pt_compile
+     and a.fp8_recipe in ("mxfp8", "nvfp4")),
     ("--sac-freq needs a backward; use --pass-type forward-backward or step",
      lambda a, s: a.sac_freq and a.pass_type == "forward"),
     ("--offload-activations needs a backward; use --pass-type forward-backward or step",
