@@ -82,7 +82,8 @@ def parted_loss(
 ) -> tuple[Tensor, Tensor]:
     """`logits_loss` of ranks that have some columns each, this one those from `first` on.
 
-    `vocab_size` of its own are no padding. `added` and `highest` join the numbers of all ranks.
+    `vocab_size` of its own are no padding. `added` and `highest` join the numbers of all ranks. The
+    logits may be overwritten.
     """
     column = labels - first
     here = (column >= 0) & (column < logits.shape[1])
@@ -90,17 +91,17 @@ def parted_loss(
     wide = logits.float()
     if logits.shape[1] > vocab_size:
         columns = torch.arange(logits.shape[1], device=logits.device)
-        wide = wide.masked_fill(columns >= vocab_size, float("-inf"))
+        wide = wide.masked_fill_(columns >= vocab_size, float("-inf"))
     top = highest(wide.amax(dim=-1))[:, None]
     at_target = torch.where(here, (wide.gather(1, target) - top).squeeze(1), 0.0)
-    grad = (wide - top).exp_()
+    grad = wide.sub_(top).exp_()
     z, at_target = added(torch.stack((grad.sum(dim=-1), at_target)))
     loss = z.log() - at_target
     grad = grad.div_(z[:, None]).scatter_add_(1, target, -here.float()[:, None])
     if masks:
         loss = loss.masked_fill(labels < 0, 0.0)
         grad = grad.masked_fill_((labels < 0)[:, None], 0.0)
-    return loss, grad.to(logits.dtype)
+    return loss, grad if grad.dtype == logits.dtype else logits.copy_(grad)
 
 
 def in_few_passes(

@@ -319,18 +319,20 @@ class Transformer(HasWeights):
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """(B, T) ids to embeddings (B, T, d), or of ranks that share heads to those of own tokens."""
+        if self.layout.tp == 1:
+            return self.rows_of(tokens)
+        ids = tokens - self.rows.start
+        here = (ids >= 0) & (ids < len(self.rows))
+        x = self.rows_of(ids.clamp(0, len(self.rows) - 1))
+        return self.layout.scatter(x * here.unsqueeze(-1)).contiguous()
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """The embedding's rows of that number on this rank."""
         weight = self.embed.weight
-        if self.layout.tp > 1:
-            ids = tokens - self.rows.start
-            here = (ids >= 0) & (ids < len(self.rows))
-            ids = ids.clamp(0, len(self.rows) - 1)
-            wide = weight.float() if weight.device.type == "cpu" else weight
-            x = F.embedding(ids, wide, self.embed.padding_idx).to(weight.dtype)
-            return self.layout.scatter(x * here.unsqueeze(-1)).contiguous()
         if weight.dtype == torch.float32 or weight.device.type != "cpu":
-            return self.embed(tokens)
+            return self.embed(ids)
         # FSDP gathered it in low precision; a CPU would sum its gradient so, row by row.
-        return F.embedding(tokens, weight.float(), self.embed.padding_idx).to(weight.dtype)
+        return F.embedding(ids, weight.float(), self.embed.padding_idx).to(weight.dtype)
 
     @property
     def head_weight(self) -> Tensor:

@@ -81,7 +81,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             mock.patch.object(
                 F, "rms_norm", lambda x, shape, weight, eps: _FusedRmsNorm.apply(x, weight)
             ),
-            mock.patch.object(Transformer, "look_up", lambda model, tokens: model.embed(tokens)),
+            mock.patch.object(Transformer, "rows_of", lambda model, ids: model.embed(ids)),
             mock.patch.object(F, "scaled_dot_product_attention", _attention_as_on_gpu),
             mock.patch.multiple(torch.Tensor, **_HOOKS),
         ):

@@ -12,7 +12,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
-from llm_train_bench.formulas.collectives import fp8_gather_bytes, padded_size, rank_matrices
+from llm_train_bench.formulas.collectives import (
+    fp8_gather_bytes,
+    padded_size,
+    rank_matrices,
+    tokens_sent,
+)
 from llm_train_bench.formulas.work import OUR_TRAINER, Work, alike
 from llm_train_bench.model.chunks import chunk_rows
 
@@ -539,11 +544,21 @@ def _passing_activations(work: Work, layer: int) -> float:
     mlp = (3 if work.compiled else 4) * f if config.gated_mlp else 2 * f
     if work.fp8 and work.fp8.backend == "torchao" and not work.compiled:
         mlp = (3 if config.gated_mlp else 2) * f + 4 * f  # to FP8 by way of two fp32 copies
+    more = 0.0
     if config.has_experts(layer):
         mlp += 2 * config.hidden_size
+        more = _sums_passing(work)
     attention = (a + 2 * kv) + (0 if config.learned_positions else a + kv) + a + _blocks_kept(work)
     passing = max(mlp * tokens, attention * work.gathered_tokens)
-    return work.matmul_bytes * (3 * config.hidden_size * work.own_tokens + passing)
+    return work.matmul_bytes * (3 * config.hidden_size * work.own_tokens + passing) + more
+
+
+def _sums_passing(work: Work) -> float:
+    """Bytes of tokens that came from other ranks for experts, and of their sums in fp32."""
+    if work.fsdp.ep == 1 or work.trainer is not OUR_TRAINER:
+        return 0.0
+    size = work.config.experts.latent or work.config.hidden_size
+    return work.own_tokens * tokens_sent(work) * size * (work.matmul_bytes + 4)
 
 
 def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
@@ -596,7 +611,8 @@ def _backward_buffers(work: Work, layer: int) -> float:
     if config.has_experts(layer):
         rows = work.own_tokens * config.experts.per_token
         passing = (2 + (work.fsdp.ep > 1)) * (config.experts.latent or config.hidden_size)
-        return work.matmul_bytes * rows * (wide * config.experts.size + passing)
+        numbers = rows * (wide * config.experts.size + passing)
+        return work.matmul_bytes * numbers + _sums_passing(work)
     tp = work.fsdp.tp
     again = config.hidden_size * (_input_shards(work) > 1)  # inputs, gathered again
     mlp = work.gathered_tokens * (wide * config.intermediate_size / tp + again)

@@ -94,6 +94,20 @@ class _Arrived(torch.autograd.Function):
         return grads[0], None, None, None, None
 
 
+class _Summed(torch.autograd.Function):
+    """Rows (R, d) added up in fp32 where `index` (R,) says, to (number, d); it keeps the index alone."""
+
+    @staticmethod
+    def forward(ctx, rows, index, number):
+        ctx.save_for_backward(index)
+        zeros = torch.zeros(number, rows.shape[1], device=rows.device)
+        return zeros.index_add_(0, index, rows.float()).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0][ctx.saved_tensors[0]], None, None
+
+
 class _Added(torch.autograd.Function):
     """An all-reduce, and so is the gradient's."""
 
@@ -391,11 +405,10 @@ class RankLayout(ReplicaLayout):
             y = experts(F.pad(rows, (0, 0, 0, 1)), counts)[:0]
         else:
             y = experts(rows, counts)
-        y = y.float() * with_weights[:, :k].flatten()[order, None]
-        sums = y.new_zeros(len(tokens), y.shape[1]).index_add(0, order // k, y).to(rows.dtype)
+        y = y * with_weights[:, :k].flatten()[order, None].to(y.dtype)
+        sums = _Summed.apply(y, order // k, len(tokens))
         back = funcol.all_to_all_single_autograd(sums, there, here, self.names["ep"])
-        out = torch.zeros(N, y.shape[1], device=y.device).index_add(0, token, back.float())
-        return out.to(rows.dtype)
+        return _Summed.apply(back, token, N)
 
 
 # Chunks of a sample for each cp rank, of which documents give unequal work.
