@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import json
-from typing import Any, get_args
+from typing import Any
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import OUR_TRAINER, Fp8Work, Trainer, Work
 from llm_train_bench.model.json_keys import CONFIGS
-from llm_train_bench.settings.flags import Args, Fp8Flags, LoraFlags, Script, TorchaoRecipe
+from llm_train_bench.settings.flags import Args, Fp8Flags, LoraFlags, Script
 from llm_train_bench.settings.plan import Plan, make_plan, refuse_te, resolve_lora
-from llm_train_bench.settings.rules import check
+from llm_train_bench.settings.rules import FP8_RECIPES, check
 
 TRAINERS_FILE = CONFIGS / "trainers.json"
 
@@ -74,7 +74,8 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
         recipe = args.fp8_recipe
         if recipe == "auto":
             recipe = "tensorwise" if torchao else "current"
-        backend = "torchao" if recipe in get_args(TorchaoRecipe) else "te"
+        known = [name for name, recipes in FP8_RECIPES.items() if recipe in recipes]
+        backend = next((n for n in known if n == ("torchao" if torchao else "te")), known[0])
         if args.fp8_backend not in ("auto", backend):
             raise UsageError(
                 f"--fp8-recipe {recipe} is of {backend}, not --fp8-backend {args.fp8_backend}"
