@@ -114,9 +114,7 @@ def main(argv: list[str] | None = None) -> int:
                 script = script if "--nproc" in words else "train.py"
                 # A step has the same samples: a pipeline's are four micro batches.
                 micro = ["--bsz", 2, "--grad-acc-steps", 4] if "--pp" in words else []
-                run_train_apart(
-                    *common, text / "train.bin", *words, *micro, script=script, out=out
-                )
+                run_train_apart(*common, text / "train.bin", *words, *micro, script=script, out=out)
             except RuntimeError as error:  # an absent library, or a failure of this setting alone
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
