@@ -90,6 +90,11 @@ case $what in
     compiled llama-8b-16-fused "$llama" $bsz_llama --fused-backward
     compiled llama-8b-16-fp8 "$llama" $bsz_llama --use-fp8
     compiled gpt2-1.5b-fp8 $gpt $bsz $T $pad --use-fp8
+    eager moe-0.7b configs/moe-0.7b.json --bsz 16 $T
+    eager moe-0.7b-fp8 configs/moe-0.7b.json --bsz 16 $T --use-fp8 --fp8-backend torchao --fp8-recipe rowwise
+    for optimizer in muon adamw8bit; do
+      eager gpt2-125m-$optimizer $gpt_small $bsz_small $T $pad --optimizer $optimizer
+    done
     run gemm 90 "$py" benchmarks/gemm.py $gpt "$llama" --seconds 0.15 --heat 10
     ;;
   compare)

@@ -543,3 +543,51 @@ def test_the_heads_gradient_is_summed_inside_its_matmuls(dtype):
     exact = sum(a.double().t() @ b.double() for a, b in parts)
     assert total.dtype == torch.float32
     assert ((total - exact).norm() / exact.norm()).item() < (5e-3 if torch.version.hip else 1e-5)
+
+
+@pytest.mark.torchao
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_experts_by_kernels_are_near_the_reference(recipe):
+    """Output and gradients of FP8 experts against what a CPU's tests hold to explicit loops."""
+    needed = (10, 0) if recipe == "mxfp8" else (9, 0)
+    if torch.cuda.get_device_capability() < needed:
+        pytest.skip(f"{recipe} needs compute capability {needed[0]}.{needed[1]}")
+    from llm_train_bench.apply.fp8.torchao import grouped
+
+    torch.manual_seed(0)
+    options = dict(device="cuda", dtype=torch.bfloat16)
+    rows, weight = torch.randn(1024, 512, **options), torch.randn(8, 768, 512, **options)
+    counts = torch.tensor([100, 0, 300, 7, 17, 200, 272, 128], device="cuda")
+    ends, results = counts.cumsum(0, dtype=torch.int32), []
+    for emulated in (True, False):
+        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = grouped(recipe, emulated, x, w.transpose(1, 2), ends)
+        torch.manual_seed(1)
+        y.backward(torch.randn_like(y))
+        results.append([y, x.grad, w.grad])
+    for expected, made in zip(*results, strict=True):
+        assert (made.float() - expected.float()).norm() < 0.02 * expected.float().norm()
+
+
+@pytest.mark.torchao
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_products_of_parts_by_kernels_are_near_the_emulated(recipe):
+    from llm_train_bench.apply.fp8.torchao import ScaledProducts
+    from llm_train_bench.model.layout import ALONE
+
+    if torch.cuda.get_device_capability() < ((8, 9) if recipe == "tensorwise" else (9, 0)):
+        pytest.skip("needs FP8 matmuls")
+    torch.manual_seed(0)
+    whole, options = {"N": (), "K": (), "M": ()}, dict(device="cuda", dtype=torch.bfloat16)
+    x, w = torch.randn(512, 256, **options), torch.randn(384, 256, **options)
+    grad = torch.randn(512, 384, **options)
+    emulated, kernels = (ScaledProducts(recipe, e, ALONE, whole) for e in (True, False))
+    for name, operands in (("output", (x, w)), ("of_input", (grad, w)), ("of_weight", (grad, x))):
+        expected, made = (getattr(p, name)(*operands).float() for p in (emulated, kernels))
+        assert (made - expected).norm() < 0.01 * expected.norm(), name
+
+
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw8bit", marks=MARKS["torchao"])])
+def test_other_optimizers_learn(optimizer, tmp_path):
+    losses = [s["loss"] for s in steps(tmp_path, "--optimizer", optimizer)]
+    assert losses[-1] < losses[0]
