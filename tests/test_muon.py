@@ -12,7 +12,7 @@ from llm_train_bench.model.init import materialize
 from llm_train_bench.model.shares import is_matrix, matrix_rows
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.flags import OptimizerFlags
-from tests.helpers import config
+from tests.helpers import config, plan_of
 
 CPU = torch.device("cpu")
 MUON = OptimizerFlags(optimizer="muon", lr=1e-2, weight_decay=0.1)
@@ -144,3 +144,25 @@ def test_moments_of_8_bits_follow_adamw():
     states = optimizers[1].inner.state.values()
     kinds = {type(s["exp_avg"]).__name__ for s in states if s["exp_avg"].numel() == 64 * 128}
     assert kinds == {"OptimState8bit"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adamw8bit"])
+def test_optimizers_hold_as_many_bytes_as_the_formula_says(name):
+    shape = config("qwen3", hidden_size=64, intermediate_size=256, vocab_size=128)
+    with torch.device("meta"):
+        model = Transformer(shape, 16)
+    materialize(model, CPU, 0)
+    optimizer = build_optimizer(model, OptimizerFlags(optimizer=name))
+    gradients_of(model)
+    optimizer_step([*model.parameters()], optimizer, 1e-3, 1.0, None)
+    states = getattr(optimizer, "inner", optimizer).state.values()
+    tensors = [
+        t for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim
+    ]
+    held = 0
+    for t in tensors:
+        parts = [t] if not hasattr(t, "codes") else [t.codes, t.scale]
+        held += sum(part.numel() * part.element_size() for part in parts)
+    work = plan_of(["x.json", "--optimizer", name, "--seq-len", "16"], config=shape).work
+    expected = work.state_bytes * sum(p.numel() for p in model.parameters())
+    assert held == pytest.approx(expected, rel=0.1 if name == "adamw8bit" else 0.02)
