@@ -86,7 +86,7 @@ def parted_loss(
     logits may be overwritten.
     """
     column = labels - first
-    here = (column >= 0) & (column < logits.shape[1])
+    here = (column >= 0) & (column < vocab_size)  # the columns behind these may be padding
     target = column.clamp(0, logits.shape[1] - 1)[:, None]
     wide = logits.float()
     if logits.shape[1] > vocab_size:

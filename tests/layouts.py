@@ -293,6 +293,7 @@ CASES = {
     "tp2-ep4-muon": Case(4, "moe", f"--tp 2 --ep 4 {MUON}"),
     "dp4-few-muon": Case(4, "few", MUON),
     "tp2-cp2-muon-deepseek": Case(4, "deepseek", f"--tp 2 --cp 2 --ep 4 {MUON}"),
+    "pp2-zbv-muon-tied": Case(2, "gpt2-deep", f"--pp 2 --pp-schedule zbv {MUON}"),
     "pp2-dp2-muon": Case(4, "gpt2", f"--pp 2 {MUON}"),
     "dp2-muon-mamba": Case(2, "mamba", MUON),
     "tp2-muon-delta": Case(2, "delta", f"--tp 2 {MUON}"),

@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_train_bench.model.loss import LinearCrossEntropy, aligned_weight, chunk_rows, in_few_passes
+from llm_train_bench.model.loss import (
+    LinearCrossEntropy,
+    aligned_weight,
+    chunk_rows,
+    in_few_passes,
+    logits_loss,
+    parted_loss,
+)
 from tests.helpers import python
 
 N, D, V = 75, 32, 211
@@ -158,3 +165,27 @@ def test_memory_stays_below_one_full_logits_tensor():
         peak[kind] = 1024 * float(done.stdout)
     assert peak["plain"] > 450
     assert peak["chunked"] < 125
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_with_parts_of_the_vocabulary_have_the_loss_of_all(missing, dtype):
+    """As threads would: `missing` columns of padding lie behind a rank's own, as a GPU's matmuls want."""
+    torch.manual_seed(0)
+    V, parts, n = 21, ((0, 11), (11, 21)), 40
+    logits, labels = torch.randn(n, V, dtype=dtype), torch.randint(V, (n,))
+    labels[3] = -100
+    expected, expected_grad = logits_loss(logits.clone(), labels, V, masks=True)
+    own = [torch.cat((logits[:, a:b], logits.new_full((n, missing), 9.0)), 1) for a, b in parts]
+    top = torch.stack([x[:, : b - a].amax(1) for x, (a, b) in zip(own, parts, strict=True)]).amax(0)
+    sums: list[torch.Tensor] = []
+    for joins in (False, True):  # first each rank's sums, then with those of all
+        given = lambda x, j=joins: torch.stack(sums).sum(0) if j else (sums.append(x), x)[1]  # noqa: E731
+        made = [
+            parted_loss(given, lambda x: top.float(), a, x.clone(), labels, b - a, masks=True)
+            for x, (a, b) in zip(own, parts, strict=True)
+        ]
+    for (loss, grad), (a, b) in zip(made, parts, strict=True):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grad[:, : b - a], expected_grad[:, a:b])
+        assert not grad[:, b - a :].any()

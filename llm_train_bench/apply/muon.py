@@ -56,11 +56,11 @@ class Muon(torch.optim.AdamW):
     """Both optimizers; a rank's state is of its own rows."""
 
     def __init__(self, model: HasWeights, flags: OptimizerFlags):
-        named = {n: p for n, p in model.weights() if p.requires_grad}
-        self.matrices = {n: p for n, p in named.items() if is_matrix(n, p.ndim)}
-        others = {n: p for n, p in named.items() if n not in self.matrices}
-        decayed = [p for n, p in others.items() if p.ndim >= 2 and not n.endswith("bias")]
-        plain = [p for n, p in others.items() if p.ndim < 2 or n.endswith("bias")]
+        named = [(n, p) for n, p in model.weights() if p.requires_grad]  # a tied head's name twice
+        self.matrices = {n: p for n, p in named if is_matrix(n, p.ndim)}
+        others = [(n, p) for n, p in named if n not in self.matrices]
+        decayed = [p for n, p in others if p.ndim >= 2 and not n.endswith("bias")]
+        plain = [p for n, p in others if p.ndim < 2 or n.endswith("bias")]
         groups = [
             {"params": same, "weight_decay": decay}
             for parameters, decay in ((decayed, flags.weight_decay), (plain, 0.0))

@@ -238,6 +238,11 @@ def make_plan(
     work = dataclasses.replace(work, attention=resolve_attention(work, platform), linear=linear)
     if args.lora_rank:
         work = dataclasses.replace(work, lora=resolve_lora(args.part(LoraFlags), work))
+    if work.balanced and work.batch.documents and work.by_tokens:
+        raise UsageError(
+            "--route balanced with --pack: cp ranks that gather keys have other tokens of each sample; "
+            "use --route learned, or a --cp that divides the key/value heads"
+        )
     if args.use_fp8:
         fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
         work = dataclasses.replace(work, fp8=fp8)
@@ -373,6 +378,10 @@ def resolve_layout(
     if ep > 1:
         _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
         _must_divide("--ep", ep, f"the {shards} ranks of a replica", shards)
+    if tp > config.padded_vocab_size:
+        raise UsageError(
+            f"--tp {tp}: {config.path} has only {config.padded_vocab_size} words; use fewer ranks"
+        )
     ulysses = heads // tp % cp == 0 and max(1, kv_heads // tp) % cp == 0
     groups = r.groups // tp
     even = cp == 1 or not r or (r.heads // tp % cp == 0 and 0 in (groups % cp, cp % groups))
@@ -399,10 +408,12 @@ def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: in
             f"--pp {pp} x --pp-virtual {virtual} = {fsdp.stages} stages: {config.path} has only "
             f"{config.num_hidden_layers} blocks; use no more stages"
         )
-    if fsdp.layers and (len(fsdp.layers) != fsdp.stages or min(fsdp.layers) < 1):
+    if fsdp.layers and len(fsdp.layers) != fsdp.stages:
         raise UsageError(
-            f"--pp-layers: {len(fsdp.layers)} numbers for {fsdp.stages} stages; give each stage 1 or more"
+            f"--pp-layers: {len(fsdp.layers)} numbers for {fsdp.stages} stages; give one for each"
         )
+    if fsdp.layers and min(fsdp.layers) < 1:
+        raise UsageError(f"--pp-layers {min(fsdp.layers)}: give each stage 1 or more blocks")
     if fsdp.layers and sum(fsdp.layers) != config.num_hidden_layers:
         raise UsageError(
             f"--pp-layers: the numbers add up to {sum(fsdp.layers)}, but {config.path} has "

@@ -107,14 +107,16 @@ class Nvfp4Products(Products):
     def __init__(self, name: str, layout: Layout, shared: dict[str, tuple[str, ...]]):
         self.layout, self.shared = layout, shared
         self.seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-        self.generator: torch.Generator | None = None
-        self.signs = torch.empty(0)
 
     def cast(self, x: Tensor, dims: str, square: bool = False, random: bool = False) -> Tensor:
         kinds = [kind for dim in dims for kind in self.shared[dim]]
         amax = x.abs().max().float()
         amax = self.layout.highest(amax, *kinds) if kinds else amax
-        draws = torch.rand(x.shape, generator=self.generator, device=x.device) if random else None
+        draws = None
+        if random:  # by what is rounded, so that a resumed run draws the same
+            seed = self.seed ^ int(amax.view(torch.int32))
+            generator = torch.Generator(x.device).manual_seed(seed)
+            draws = torch.rand(x.shape, generator=generator, device=x.device)
         return to_nvfp4(x, amax, square, draws)
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -122,20 +124,12 @@ class Nvfp4Products(Products):
         return y.to(x.dtype)
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        self.seeded(grad.device)
         low = self.cast(grad, "NM", random=True)
         return (low @ self.cast(weight, "KM", square=True)).to(grad.dtype)
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        self.seeded(grad.device)
-        turned = (hadamard(t.t(), self.signs) for t in (grad, x))
-        left, right = next(turned), next(turned)
+        generator = torch.Generator().manual_seed(self.seed)
+        signs = (2.0 * torch.randint(2, (BLOCK,), generator=generator) - 1).to(x.device)
+        left, right = (hadamard(t.t(), signs) for t in (grad, x))
         product = self.cast(left, "NM", random=True) @ self.cast(right, "NK").t()
         return product.to(x.dtype)
-
-    def seeded(self, device: torch.device) -> None:
-        """The layer's own random numbers: a run without them draws the same as before."""
-        if self.generator is None or self.generator.device != device:
-            self.generator = torch.Generator(device).manual_seed(self.seed)
-            bits = torch.randint(2, (BLOCK,), generator=self.generator, device=device)
-            self.signs = 2.0 * bits - 1
