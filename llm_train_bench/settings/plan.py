@@ -503,8 +503,10 @@ def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
     unable["norms of 1 + weight"] = te and config.norm_offset
     unable["a gate of attention's output"] = te and config.output_gate
     for part in (part for part, has in unable.items() if has):
+        torchao = flag == "--use-fp8" and te and part != "layers with states"
+        advice = "use --fp8-backend torchao" if torchao else "leave it out"
         raise UsageError(
-            f"{flag}: {config.path} has {part}, which run as plain layers alone; leave it out"
+            f"{flag}: {config.path} has {part}, for which there are plain layers alone; {advice}"
         )
 
 
