@@ -512,8 +512,10 @@ def compare(name: str, out: Path) -> Difference:
                 traffic |= {} if same else {f"{kind} of {group}": pair}
     numbers = loss, validation, max(norms[:3]), max(norms[3:], default=0.0), worst[most], last
     limits = {"gradient": case.rough or 1e-5} if case.steps == 2 else LIMITS
-    if "--optimizer" in case.flags:  # momenta are rounded, to bf16 or to 8 bits
-        limits = limits | dict(loss=1e-4, valid=1e-4, later=1e-3, at_end=2e-2)
+    if MUON in case.flags:  # momenta are rounded to bf16
+        limits = limits | dict(loss=1e-4, valid=1e-4, norm=5e-5, later=3e-4, at_end=2e-3)
+    elif EIGHT in case.flags:  # moments to 8 bits
+        limits = limits | dict(loss=1e-4, valid=1e-4, norm=5e-4, later=2e-3, at_end=2e-2)
     return Difference(dict(zip(LIMITS, numbers, strict=True)), most, traffic, limits)
 
 
