@@ -196,7 +196,10 @@ FORWARD = ["forward-ddp", "forward-fsdp", "forward-never"]
 @pytest.mark.parametrize("name", [*CASES, *FORWARD])
 def test_traffic_is_what_the_collectives_were_handed(name, runs):
     moved, metrics = facts_of(runs / name)["traffic"][0], result_of(runs / name)["metrics"]
-    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+    kinds = {"all_gather", "reduce_scatter", "all_reduce"}
+    if "fp8-all-gather" in name:  # the scales of weights, which are not counted
+        kinds.remove("all_reduce")
+    for kind in kinds:
         assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / STEPS, kind
     assert any(moved.values()) == (name != "forward-ddp")
     assert name in FORWARD or sum(moved.values()) > STEPS * PARAMETERS
@@ -277,7 +280,7 @@ def test_shards_are_what_they_should_be(world, runs):
     assert checks["held"] == [3 * 4 * PARAMETERS / world] * world
     assert checks["skipped"] == [True] * world  # an fp16 step that overflows on one of them
     assert checks["offloaded"] == pytest.approx([1.0] * world)
-    assert checks["timeouts"] == [[7.0] * (2 + 1 + 6)] * world
+    assert checks["timeouts"] == [[7.0] * (2 + 1 + 7)] * world
     for losses in itertools.chain(*checks["converted"]):
         assert losses["converted"] == pytest.approx(losses["plain"], abs=1e-5)
         assert losses["plain"][-1] < losses["plain"][0]

@@ -371,7 +371,6 @@ def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated, capsys):
         ("--trainer megatron --gpus 8 --cpu-offload", "our own scripts alone"),
         ("--trainer megatron --trace", "our own model"),
         ("--trainer torchtitan --use-fp8", "has experts"),
-        ("--trainer ours --use-fp8 --tp 2 --gpus 8", "--tp"),
     ):
         argv = words("configs/qwen3-30b-a3b.json --gpu h100", flags)
         assert estimate.main(argv) == 2 and why in capsys.readouterr().err

@@ -13,7 +13,7 @@ from llm_train_bench.apply.fp8.torchao import (
     _check_device,
     _check_version,
     fill_groups,
-    grouped,
+    grouped_product,
 )
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.scales import reductions
@@ -132,7 +132,7 @@ def test_experts_in_fp8_are_each_scaled_by_themselves():
     rows[21:61] *= 1000  # one expert's rows hide no other's
     ends, results = COUNTS.cumsum(0, dtype=torch.int32), []
     for way in (
-        lambda x, w: grouped("rowwise", True, x, w.transpose(1, 2), ends),
+        lambda x, w: grouped_product("rowwise", True, x, w.transpose(1, 2), ends),
         lambda x, w: plain(x, w, COUNTS, OneExpert.apply),
     ):
         x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -168,7 +168,7 @@ def test_experts_in_mxfp8_are_those_of_separate_layers():
         return y[: len(x)]
 
     for way in (
-        lambda x, w: grouped("mxfp8", True, x, w.transpose(1, 2), ends),
+        lambda x, w: grouped_product("mxfp8", True, x, w.transpose(1, 2), ends),
         lambda x, w: plain(x, w, COUNTS, alone),
     ):
         x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -186,7 +186,7 @@ def test_a_layer_of_experts_takes_its_product():
         nn.init.normal_(parameter)
     rows = torch.randn(64, 32)
     exact = layer(rows, COUNTS)
-    layer.product = lambda *operands: grouped("rowwise", True, *operands)
+    layer.product = lambda *operands: grouped_product("rowwise", True, *operands)
     low = layer(rows, COUNTS)
     assert 1e-3 < (low - exact).norm() / exact.norm() < 0.1
 

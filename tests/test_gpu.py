@@ -552,7 +552,7 @@ def test_experts_by_kernels_are_near_the_reference(recipe):
     needed = (10, 0) if recipe == "mxfp8" else (9, 0)
     if torch.cuda.get_device_capability() < needed:
         pytest.skip(f"{recipe} needs compute capability {needed[0]}.{needed[1]}")
-    from llm_train_bench.apply.fp8.torchao import grouped
+    from llm_train_bench.apply.fp8.torchao import grouped_product
 
     torch.manual_seed(0)
     options = dict(device="cuda", dtype=torch.bfloat16)
@@ -561,7 +561,7 @@ def test_experts_by_kernels_are_near_the_reference(recipe):
     ends, results = counts.cumsum(0, dtype=torch.int32), []
     for emulated in (True, False):
         x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-        y = grouped(recipe, emulated, x, w.transpose(1, 2), ends)
+        y = grouped_product(recipe, emulated, x, w.transpose(1, 2), ends)
         torch.manual_seed(1)
         y.backward(torch.randn_like(y))
         results.append([y, x.grad, w.grad])

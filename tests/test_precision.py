@@ -242,7 +242,7 @@ def test_each_recipe_is_its_own():
         ("rowwise", (8, 9), "8.9, and 9.0 is needed; use --fp8-recipe tensorwise"),
         ("rowwise", (9, 0), None),
         ("rowwise", "gfx942:sramecc+", None),
-        ("tensorwise", "gfx90a", r"card \(gfx90a\) has no FP8 matmuls; MI300 has"),
+        ("tensorwise", "gfx90a", r"card \(gfx90a\) has no such matmuls; MI300 has"),
     ],
 )
 def test_fp8_needs_a_device_with_its_matmuls(recipe, has, message, monkeypatch):
@@ -383,7 +383,7 @@ def test_te_without_fp8_is_plain_and_named(family, te_in_place, tmp_path):
 @pytest.mark.parametrize(
     ("family", "flags", "message"),
     [
-        ("moe", "", "has experts, which run as plain layers"),
+        ("moe", "", "has experts, for which there are plain layers"),
         ("gemma3_text", "", "has norms after its layers"),
         ("phi3", "", "needs a GPU"),
         ("llama", "--use-fp8", "--linear te with"),
@@ -432,7 +432,7 @@ def test_te_without_a_layer_that_fits_is_refused(te_in_place, tmp_path, refused)
     path = write_config(tmp_path, FAMILIES["qwen3"] | dict(head_dim=12, intermediate_size=88))
     error = refused(train_main, "no layer of", path, TINY[1:], TE, "--output-dir", tmp_path)
     assert "attn.out: 72 x 48" in error
-    message = "--bsz x --seq-len = 40 tokens is not a multiple of 16"
+    message = "--bsz x --seq-len = 40 tokens of a rank is not a multiple of 16"
     refused(train_main, message, TINY, TE, "--seq-len 20 --output-dir", tmp_path)
 
 
@@ -442,7 +442,7 @@ def test_mxfp8_needs_multiples_by_who_multiplies(platform, multiple):
     shape = config("gpt2", n_embd=128, n_head=2, n_positions=256)
     plan = plan_of([*argv, "--seq-len", multiple], platform=platform, config=shape)
     assert plan.work.fp8.layers == ("qkv", "out", "up", "down")
-    with pytest.raises(UsageError, match=f"tokens is not a multiple of {multiple};"):
+    with pytest.raises(UsageError, match=f"tokens of a rank is not a multiple of {multiple};"):
         plan_of([*argv, "--seq-len", multiple + 16], platform=platform, config=shape)
 
 
@@ -621,7 +621,9 @@ def test_numerics_gate_in_small(tmp_path, monkeypatch):
     """In this process, on our documentation; so small because many CPUs have no fast bf16."""
     prepare = numerics.prepare_data.main
     monkeypatch.setattr(numerics.prepare_data, "main", lambda argv: prepare(["docs", *argv[1:]]))
-    monkeypatch.setattr(numerics, "run_train_apart", lambda *argv, out: trained(out, [*argv]))
+    monkeypatch.setattr(
+        numerics, "run_train_apart", lambda *argv, out, script: trained(out, [*argv])
+    )
     small = dict(n_embd=32, n_layer=1, n_head=2, vocab_size=256, n_positions=128)
     path = write_config(tmp_path, FAMILIES["gpt2"] | small)
     options = ["--steps", "24", "--settings", "bf16,fp8 tensorwise"]

@@ -245,7 +245,7 @@ def _private(key: str, value: Any) -> bool:
 # Flags that the first shared results do not have; a later one may leave them out at their defaults.
 LATER_FLAGS = frozenset(
     """pack pack_lengths pack_separator offload_activations lora_rank lora_alpha lora_targets
-    lora_base mtp bf16_weights""".split()
+    lora_base mtp bf16_weights pp_layers pp_schedule""".split()
 )
 
 

@@ -179,7 +179,7 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
         if recompute.policy == "block":
             shapes = config.block_shapes(i)
             last = ["out" if i in config.mixer_alone else "down"]
-            last += [] if config.experts.shared_gate else ["shared_down"]
+            last += [] if config.experts.shared_gate else ["latent_up"]
             for kind in last if stops_early and not config.ends_with_norm(i) else ():
                 shapes.pop(kind, None)
             total += 2 * sum(n * k for n, k in shapes.values())

@@ -275,12 +275,13 @@ class _Sizes:
         self.vocabulary = config.padded_vocab_size * config.hidden_size
         self.blocks, self.held = sum(work.block_parameters), 0.0
         numbers = dict.fromkeys((-1, *self.layers), 0.0)
-        self.vocabulary /= fsdp.tp
+        whole = 1 if work.keeps_shards else fsdp.tp  # others have embedding and head whole
+        self.vocabulary *= whole / fsdp.tp
         # Shards and gathers come padded to a multiple of the ranks.
         for part in rank_matrices(config, fsdp, pp_rank):
             size = padded_size(work, part)
             self.held += size / part.mesh
-            numbers[part.layer] += size
+            numbers[part.layer] += size * (whole if part.layer < 0 else 1)
         self.whole = sum(numbers.values())
         self.root = numbers.pop(-1)
         self.block, self.blocks_here = max(numbers.values()), sum(numbers.values())

@@ -234,7 +234,8 @@ def resolve_fp8(args: Fp8Flags, compiled: bool, divided: bool = False) -> tuple[
     """Backend and recipe with `auto` resolved; UsageError where they contradict each other."""
     backend, recipe = args.fp8_backend, args.fp8_recipe
     if backend == "auto":
-        torchao = compiled or args.fp8_emulate or args.fp8_all_gather or divided
+        gathers = args.fp8_all_gather and recipe in ("auto", "tensorwise")
+        torchao = compiled or args.fp8_emulate or gathers or divided
         first = "torchao" if torchao else "te"
         backends = [first, *(b for b in FP8_RECIPES if b != first)]
         backend = next((b for b in backends if recipe in ("auto", *FP8_RECIPES[b])), first)

@@ -155,7 +155,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         linear = {name for name, module in found.items() if type(module) is nn.Linear}
         for module in found.values():
             if isinstance(module, Stacked):
-                module.product = functools.partial(grouped, fp8.recipe, fp8.emulated)
+                module.product = functools.partial(grouped_product, fp8.recipe, fp8.emulated)
         if fp8.recipe in SCALES and fp8.recipe != "nvfp4" and not work.fsdp.divided:
             convert_to_float8_training(
                 part,
@@ -184,7 +184,9 @@ def _products(work: Work, name: str, layout: Layout) -> Products:
     return ScaledProducts(fp8.recipe, fp8.emulated, layout, shared)
 
 
-def grouped(recipe: str, emulated: bool, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(
+    recipe: str, emulated: bool, rows: Tensor, weight: Tensor, ends: Tensor
+) -> Tensor:
     """A grouped matmul of rows (R, K) and weights (E, K, M) in FP8, each expert scaled by itself.
 
     Kernels take groups in multiples of their rows: they are filled up with zeros. MXFP8 is torchao's on
