@@ -129,7 +129,7 @@ def part_shape(
 ) -> tuple[int, ...]:
     """The shape of the first rank's part of a parameter, of `ranks` by kind: tp, ep."""
     how = divided(config, name)
-    if how is None:
+    if how is None or ranks[how[0]] == 1:
         return tuple(whole)
     kind, dim, _ = how
     rows = sum(cut.length for cut in cuts(config, name, ranks[kind], 0))

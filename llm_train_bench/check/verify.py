@@ -108,6 +108,10 @@ def verify_file(path: Path) -> Verified:
     return dataclasses.replace(lowest, shared=middle.shared, rates=rates, runs=tuple(results))
 
 
+# What older files do not have.
+LATER_FIGURES = ("metrics", "mfu_low"), ("device", "peak_fp4_tflops")
+
+
 def verify_run(shared: SharedRun) -> Verified:
     """Tiers 1 to 3 of one run; Refused with what is wrong with it."""
     r = shared.result
@@ -116,6 +120,9 @@ def verify_run(shared: SharedRun) -> Verified:
             raise Refused(f"the run's status is {r.status}, or it was resumed")
         check_steps(shared)
         right, found = (x.model_dump(mode="json") for x in (canonical(shared), r))
+        for group, name in LATER_FIGURES:
+            if found[group][name] is None:
+                right[group][name] = None
         if wrong := min(changed_paths(found, right), default=None, key=_order):
             shown = (str(_at(x, wrong))[:60] for x in (found, right))
             raise Refused("{} is {}; what the file holds gives {}".format(wrong, *shown))
