@@ -258,15 +258,35 @@ def test_what_fell_back_is_counted_by_the_step():
     assert seen.fallbacks == ["host copy that waits: Memcpy DtoH (Device -> Pageable), 1 a step"]
 
 
-@pytest.mark.parametrize("calls", [8, 7])
-def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_unfit(calls):
-    plan = plan_of(["configs/gpt2-tiny.json", "--grad-acc-steps", 2], "train.py", 1, "nvidia")
-    result = mock.Mock(fp8=mock.Mock(emulated=False, n_linear_layers=4))
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize(
+    ("script", "ranks", "config", "least"),
+    [
+        ("train.py", 1, "gpt2-tiny", 2 * 4),
+        ("train_pp.py", 2, "gpt2-tiny", 1 * 4),  # rank 0's half
+        (
+            "train.py",
+            1,
+            "moe-tiny",
+            4 * 2,
+        ),  # attention's: grouped matmuls have no format in their names
+    ],
+)
+def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_unfit(
+    script, ranks, config, least, calls
+):
+    fp8 = "--use-fp8 --fp8-backend torchao --grad-acc-steps 2".split()
+    plan, calls = (
+        plan_of([f"configs/{config}.json", *fp8], script, ranks, "nvidia"),
+        2 * least - calls,
+    )
+    result = mock.Mock(fp8=mock.Mock(emulated=False))
     run = mock.Mock(plan=plan, result=result, device=torch.device("cuda"))
     names = ["nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_bias_TNT"] * calls
     seen = observed_in(kernels(*names, "nvjet_sm90_tss_320x128_64x3_1x2_h_badd_coopB_NTT"), run)
     assert seen.matmuls == {"cublas bf16": 1, "cublas fp8": calls}
-    unfit = [] if calls == 8 else ["asked for FP8, 7 of at least 8 FP8 matmuls ran"]
+    text = f"asked for FP8, {calls} of at least {2 * least} FP8 matmuls ran"
+    unfit = [] if calls == 2 * least else [text]
     assert seen.mismatches == unfit
 
 

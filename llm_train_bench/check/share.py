@@ -26,6 +26,7 @@ from llm_train_bench.formulas.parameters import count_parameters, linear_paramet
 from llm_train_bench.model.config import ModelConfig, parse_config
 from llm_train_bench.model.json_keys import CONFIGS, ConfigError, parse_json, plain_file
 from llm_train_bench.results.figures import (
+    describe_fp8,
     fill_device_metrics,
     fill_flop_metrics,
     fill_flop_rates,
@@ -35,7 +36,6 @@ from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.results.result_files import Step, read_result, read_steps, storable
 from llm_train_bench.results.schema import (
     Device,
-    Fp8Info,
     Lineage,
     ModelInfo,
     Result,
@@ -169,7 +169,8 @@ def canonical(run: SharedRun) -> Result:
         size = clean.batch
         clean.args |= {"bsz": size.micro_batch, "grad_acc_steps": size.grad_acc_steps}
         clean.args |= {"seq_len": size.seq_len}
-        clean.fp8 = _fp8(r, plan.work.fp8, config) if plan.work.fp8 else None
+        version = word(r.fp8.version if r.fp8 else "") or "unknown"
+        clean.fp8 = describe_fp8(plan.work.fp8, config, version) if plan.work.fp8 else None
         clean.command = [r.entrypoint, *_words(clean.args)]
         if plan.work.compiled:
             m.window_compile_s = 0.0
@@ -313,27 +314,6 @@ def _device(r: Result) -> Device:
         peak_fp8_tflops=peaks.fp8_tflops,
         peak_fp4_tflops=peaks.fp4_tflops,
         peak_source=peaks.source,
-    )
-
-
-def _fp8(r: Result, work: Any, config: ModelConfig | None) -> Fp8Info:
-    """What runs in FP8 by the flags; of the file it takes the library's version."""
-    layers = [
-        n * k
-        for i in range(config.num_blocks if config else 0)
-        for name, (n, k) in (config.block_shapes(i) if config else {}).items()
-        if name in work.layers
-    ]
-    return Fp8Info(
-        backend=work.backend,
-        version=word(r.fp8.version if r.fp8 else "") or "unknown",
-        recipe=work.recipe,
-        emulated=work.emulated,
-        all_gather=work.gathered,
-        primary_weights=work.primary_weights,
-        n_linear_layers=len(layers),
-        n_parameters=sum(layers),
-        high_precision=dict(work.high_precision),
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from llm_train_bench.formulas.flops import (
@@ -12,7 +13,8 @@ from llm_train_bench.formulas.flops import (
 )
 from llm_train_bench.formulas.parameters import linear_parameters
 from llm_train_bench.formulas.time_statistics import describe
-from llm_train_bench.formulas.work import PASS_FORWARDS, STEP_PARTS, Work
+from llm_train_bench.formulas.work import PASS_FORWARDS, STEP_PARTS, Fp8Work, Work
+from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.results.result_files import Step, finite
 from llm_train_bench.results.schema import POWER_CAP, DeviceUse, Fp8Info, RankInfo, Result
 
@@ -308,6 +310,32 @@ def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
     if passes == 3 and fp8.recipe == "rowwise_with_gw_hp":
         passes = 2  # the gradient of the weight is a bf16 matmul
     return 2 * passes * low_parameters(work)
+
+
+def describe_fp8(fp8: Fp8Work, config: ModelConfig | None, version: str) -> Fp8Info:
+    """A result's account of the converted layers of a whole model; a layer's experts count as one."""
+    matrices = converted_matrices(fp8, config, range(config.num_blocks)) if config else []
+    same = ("backend", "recipe", "emulated", "primary_weights")
+    return Fp8Info(
+        **{name: getattr(fp8, name) for name in same},
+        version=version,
+        all_gather=fp8.gathered,
+        n_linear_layers=len(matrices),
+        n_parameters=sum(matrices),
+        high_precision=dict(fp8.high_precision),
+    )
+
+
+def converted_matrices(
+    fp8: Fp8Work, config: ModelConfig, layers: Iterable[int], grouped: bool = True
+) -> list[int]:
+    """Numbers in each converted layer of these blocks; without `grouped` not those of experts."""
+    found = []
+    for i in layers:
+        found += [n * k for kind, (n, k) in config.block_shapes(i).items() if kind in fp8.layers]
+        experts = config.expert_shapes(i).items() if grouped else ()
+        found += [config.experts.number * n * k for kind, (n, k) in experts if kind in fp8.layers]
+    return found
 
 
 def low_parameters(work: Work) -> int:

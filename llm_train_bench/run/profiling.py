@@ -27,7 +27,7 @@ from llm_train_bench.model.layout import Attend
 from llm_train_bench.model.operators import taken
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import meet
-from llm_train_bench.results.figures import matmul_work
+from llm_train_bench.results.figures import converted_matrices, matmul_work
 from llm_train_bench.results.schema import Profile
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.record import RunRecord
@@ -177,7 +177,9 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     fp8 = result.fp8
     if fp8 and not fp8.emulated and (trace.gpu or not on_gpu):
         low = sum(calls for name, calls in o.matmuls.items() if name.endswith(("fp8", "fp4")))
-        least = fp8.n_linear_layers * work.batch.grad_acc_steps
+        # Of rank 0's own layers; matmuls of experts are known by no format's name.
+        here = converted_matrices(work.fp8, work.config, work.layers_of(0), grouped=False)
+        least = len(here) * work.batch.grad_acc_steps
         if low < least:
             text = f"{low:g} of at least {least} FP8 matmuls"
             o.fallbacks.append(f"FP8 layers in a higher format: {text}")

@@ -6,26 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llm_train_bench.formulas.work import Work
 from llm_train_bench.results.schema import Fp8Info
-
-
-def describe_fp8(work: Work, version: str) -> Fp8Info:
-    """A result's account of the converted layers of the whole model."""
-    fp8, config, matrices = work.fp8, work.config, []
-    for layer in work.layers:
-        experts = config.experts.number if config.has_experts(layer) else 1
-        shapes = config.block_shapes(layer), config.expert_shapes(layer)
-        for each, number in zip(shapes, (1, experts), strict=True):
-            matrices += [number * n * k for kind, (n, k) in each.items() if kind in fp8.layers]
-    return Fp8Info(
-        **{name: getattr(fp8, name) for name in ("backend", "recipe", "emulated")},
-        **{name: getattr(fp8, name) for name in ("primary_weights", "high_precision")},
-        version=version,
-        all_gather=fp8.gathered,
-        n_linear_layers=len(matrices),
-        n_parameters=sum(matrices),
-    )
 
 
 class Fp8:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm_train_bench.apply.fp8.base import Fp8, describe_fp8
+from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import how_to_install
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model import te as te_blocks
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.results.figures import describe_fp8
 from llm_train_bench.results.schema import Fp8Info
 from llm_train_bench.settings.plan import TE_MODULES
 
@@ -124,7 +125,7 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
             f"--fp8-all-gather: Transformer Engine {version()} has none that FSDP2 shards; update it"
         )
     excluded = {name for name, layers in TE_MODULES.items() if not {*layers} <= {*fp8.layers}}
-    info = describe_fp8(work, version())
+    info = describe_fp8(fp8, work.config, version())
     # A cast for one micro batch serves the next ones of its step, where no weight is sharded.
     cached = work.batch.grad_acc_steps > 1 and not fp8.primary_weights
     primary = recipe if fp8.primary_weights else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_train_bench.apply.fp8 import reference
-from llm_train_bench.apply.fp8.base import Fp8, describe_fp8
+from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import how_to_install
 from llm_train_bench.formulas.parameters import layer_names
@@ -18,6 +18,7 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.experts import Stacked
 from llm_train_bench.model.layout import HasWeights, Layout
 from llm_train_bench.model.products import ProductLinear, Products
+from llm_train_bench.results.figures import describe_fp8
 from llm_train_bench.results.schema import Fp8Info
 
 # The oldest with the functions of torchao.prototype.moe_training that are used here.
@@ -171,7 +172,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
             module: Any = found[name]
             module.__class__ = ProductLinear
             module.products = _products(work, name, model.layout)
-    return TorchaoFp8(describe_fp8(work, torchao.__version__))
+    return TorchaoFp8(describe_fp8(fp8, work.config, torchao.__version__))
 
 
 def _products(work: Work, name: str, layout: Layout) -> Products:
