@@ -120,9 +120,9 @@ def test_every_number_of_a_matrix_is_in_one_piece():
         if is_matrix(name, parameter.ndim):
             found = pieces(model, name, parameter)
             seen = torch.zeros_like(parameter, dtype=torch.int64)
-            for piece, at in found:
-                assert seen[at].shape == piece.shape
-                seen[at] += 1
+            for piece, (box, at) in found:
+                assert seen[box][at].shape == piece.shape
+                seen[box][at] += 1
             assert (seen == 1).all() and sum(math.prod(p.size) for p, _ in found) == seen.numel()
 
 

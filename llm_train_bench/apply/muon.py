@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_train_bench.apply.sharded import by_mesh, place
+from llm_train_bench.apply.sharded import boxes, by_mesh, place
 from llm_train_bench.formulas.flops import ITERATIONS, muon_flops
-from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.shares import cuts, divided, is_matrix, matrix_rows
+from llm_train_bench.model.shares import is_matrix, matrix_rows
 from llm_train_bench.settings.flags import OptimizerFlags
 
 MOMENTUM = 0.95
@@ -123,7 +122,7 @@ class Exchange:
         if not updates:
             return
         device = next(iter(updates.values())).device
-        views = [updates[piece.matrix[0]][at] for piece, at in self.own]
+        views = [updates[piece.matrix[0]][box][at] for piece, (box, at) in self.own]
         flat = torch.cat([view.reshape(-1) for view in views] or [torch.empty(0, device=device)])
         arrived = self.moved(flat, self.received, self.sent)
         whole = {m: arrived.new_empty(size) for m, size in self.sizes.items()}
@@ -161,37 +160,19 @@ def _within(matrix: Tensor, piece: Piece) -> Tensor:
 
 
 def pieces(model: HasWeights, name: str, parameter: Any) -> list[tuple[Piece, Any]]:
-    """This rank's pieces of a parameter's matrices, each with its place in the rank's part."""
-    config: ModelConfig = model.config
-    local, offsets, lengths, _, _ = place(parameter)
-    how, found = divided(config, name), []
-    dim, places = 0, [(0, offsets[0], lengths[0])]  # begin in the part and in the whole, length
-    if how is not None:
-        dim, places, begin = how[1], [], 0
-        layout: Any = model.layout
-        for cut in cuts(config, name, getattr(layout, how[0]), getattr(layout, f"{how[0]}_rank")):
-            first = max(offsets[dim], begin)
-            last = min(offsets[dim] + lengths[dim], begin + cut.length)
-            if first < last:
-                places.append((first - offsets[dim], cut.begin + first - begin, last - first))
-            begin += cut.length
-    for own, whole_begin, length in places:
-        starts, sizes, at = [*offsets], [*lengths], [slice(None)] * local.ndim
-        starts[dim], sizes[dim], at[dim] = whole_begin, length, slice(own, own + length)
-        experts = range(starts[0], starts[0] + sizes[0]) if local.ndim == 3 else (0,)
-        for expert in experts:
+    """This rank's pieces of a parameter's matrices, each with its place in two steps of indexing."""
+    local, found = place(parameter)[0], []
+    for box in boxes(model.config, model.layout, name, parameter):
+        sizes, (*first, row, column) = local[box.at].shape, box.offsets
+        for number_of_expert in range(sizes[0]) if first else (None,):
             begin = 0
-            for number, (rows, columns) in enumerate(matrix_rows(config, name)):
-                first, last = max(starts[-2], begin), min(starts[-2] + sizes[-2], begin + rows)
-                if first < last:
-                    shape = last - first, sizes[-1]
-                    piece = Piece(
-                        (name, expert, number), (rows, columns), first - begin, starts[-1], shape
-                    )
-                    inside = first - starts[-2] + (at[-2].start or 0)
-                    where = [slice(inside, inside + last - first), at[-1]]
-                    if local.ndim == 3:
-                        where = [expert - starts[0] + (at[0].start or 0), *where]
-                    found.append((piece, tuple(where)))
-                begin += rows
+            for number, size in enumerate(matrix_rows(model.config, name)):
+                start, end = max(row, begin), min(row + sizes[-2], begin + size[0])
+                if start < end:
+                    expert = 0 if number_of_expert is None else first[0] + number_of_expert
+                    shape = end - start, sizes[-1]
+                    piece = Piece((name, expert, number), size, start - begin, column, shape)
+                    at: Any = (slice(start - row, end - row),)
+                    found.append((piece, (box.at, (number_of_expert, *at) if first else at)))
+                begin += size[0]
     return found

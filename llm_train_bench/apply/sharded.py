@@ -3,9 +3,12 @@
 PyTorch's DTensor takes 2 s of CPU to import. Only what meets a sharded tensor imports it.
 """
 
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 from torch import Tensor, nn
+
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shares import cuts, divided
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -37,6 +40,37 @@ def reshard(modules: "list[FSDPModule]") -> None:
     """
     for module in modules:
         module.reshard()
+
+
+class Box(NamedTuple):
+    """What a rank has of a parameter, where its layout cuts a fused one: several boxes of the whole."""
+
+    at: tuple[slice, ...]
+    """Place in this rank's numbers."""
+    offsets: tuple[int, ...]
+    """Place in the whole parameter."""
+    copies: int
+    """tp ranks that have the same."""
+
+
+def boxes(config: ModelConfig, layout: Any, name: str, tensor: Tensor) -> list[Box]:
+    """The boxes of a parameter of that name on this rank of a layout."""
+    local, offsets, _, _, _ = place(tensor)
+    every = [slice(None)] * local.ndim
+    if (how := divided(config, name)) is None:
+        return [Box(tuple(every), tuple(offsets), 1)]
+    kind, dim, _ = how
+    found, begin = [], 0
+    for cut in cuts(config, name, getattr(layout, kind), getattr(layout, f"{kind}_rank")):
+        first = max(offsets[dim], begin)
+        last = min(offsets[dim] + local.shape[dim], begin + cut.length)
+        if first < last:
+            at, where = [*every], [*offsets]
+            at[dim] = slice(first - offsets[dim], last - offsets[dim])
+            where[dim] = cut.begin + first - begin
+            found.append(Box(tuple(at), tuple(where), cut.copies))
+        begin += cut.length
+    return found
 
 
 def place(tensor: Tensor) -> tuple[Tensor, list[int], list[int], int, int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from llm_train_bench.apply.sharded import place
+from llm_train_bench.apply.sharded import boxes
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layers import autocast_dtype
@@ -184,12 +184,6 @@ class RankLayout(ReplicaLayout):
         self.names = {kind: group.group_name for kind, group in self.groups.items()}
         self.stage, self.owners = self.groups["same"] if pp > 1 else None, self.groups["owners"]
         return {kind: meshes[kind][dims] for kind in kinds}
-
-    def place_of(self, config: ModelConfig, name: str) -> tuple[int, int]:
-        """Among how many ranks a divided parameter is cut, and which of them this one is."""
-        how = divided(config, name)
-        assert how is not None
-        return getattr(self, how[0]), getattr(self, f"{how[0]}_rank")
 
     def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         """A parameter of that name, or its gradient, whole: a collective that all ranks must join."""
@@ -438,13 +432,6 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     return cast(DTensor, parameter.grad).to_local()
 
 
-def own_rows(parameter: nn.Parameter, begin: int, end: int) -> Tensor:
-    """Those of a parameter's rows from `begin` to `end` whose gradients are in this rank's part."""
-    local, (offset, *_), _, _, _ = place(cast(Tensor, parameter.grad))
-    first, last = (min(max(row - offset, 0), len(local)) for row in (begin, end))
-    return local[first:last]
-
-
 class Gradients:
     """The gradients of a model in a layout: completing them, their norm, and scaling them.
 
@@ -457,8 +444,8 @@ class Gradients:
         self.tied: list[nn.Parameter] = []
         self.partial: list[nn.Parameter] = []
         self.copies: list[tuple[nn.Parameter, int]] = []
-        # Rows of which several neighbouring ranks have the same: key/value heads fewer than ranks.
-        self.repeated: list[tuple[nn.Parameter, int, int]] = []
+        # Rows that several neighbouring ranks have: key/value heads fewer than ranks.
+        self.repeated: list[tuple[nn.Parameter, tuple[slice, ...]]] = []
         for name, parameter in model.weights():
             if not parameter.requires_grad:
                 continue
@@ -470,12 +457,9 @@ class Gradients:
                 self.tied.append(parameter)
                 copies *= 2  # of the first and of the last stage
             self.copies.append((parameter, copies))
-            if not whole and layout.fsdp.same_heads > 1:
-                begin = 0
-                for cut in cuts(model.config, name, *layout.place_of(model.config, name)):
-                    if cut.copies > 1:
-                        self.repeated.append((parameter, begin, begin + cut.length))
-                    begin += cut.length
+            for box in boxes(model.config, layout, name, parameter):
+                if box.copies > 1:
+                    self.repeated.append((parameter, box.at))
         device = self.copies[0][0].device
         self.weights = torch.tensor([1 / n for _, n in self.copies], device=device)
 
@@ -489,25 +473,24 @@ class Gradients:
             first, last = map(local_gradient, self.tied)
             last.copy_(first.add_(last))
         if self.partial:
-            parts = [local_gradient(p) for p in self.partial]
-            flat = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(flat, group=self.layout.groups["tp"])
-            for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
-                part.copy_(values.view_as(part))
-        square = torch.zeros((), device=self.weights.device)
-        if self.repeated:
-            parts = [own_rows(*repeated) for repeated in self.repeated]
-            flat = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(flat, group=self.layout.groups["heads"])
-            for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
-                part.copy_(values.view_as(part))
-            square = flat.float().square().sum() / self.layout.fsdp.replicas
-            square *= 1 / self.layout.fsdp.same_heads - 1
+            self._complete([local_gradient(p) for p in self.partial], "tp")
+        repeated, same = torch.zeros((), device=self.weights.device), self.layout.fsdp.same_heads
+        if same > 1:
+            flat = self._complete([local_gradient(p)[at] for p, at in self.repeated], "heads")
+            repeated = flat.float().square().sum() * (1 / same - 1) / self.layout.fsdp.replicas
         parts = [local_gradient(p) for p, _ in self.copies]
         norms = torch.stack(torch.ops.aten._foreach_norm(parts, 2, torch.float32))
-        total = (norms.square() * self.weights).sum() + square
+        total = (norms.square() * self.weights).sum() + repeated
         dist.all_reduce(total)
         return total.sqrt()
+
+    def _complete(self, parts: list[Tensor], group: str) -> Tensor:
+        """Add up parts of gradients over a group, in place; returns all their numbers."""
+        flat = torch.cat([part.flatten() for part in [*parts, self.weights[:0]]])
+        dist.all_reduce(flat, group=self.layout.groups[group])
+        for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+            part.copy_(values.view_as(part))
+        return flat
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients so that `norm`, theirs, is at most `max_norm`."""

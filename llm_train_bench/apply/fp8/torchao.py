@@ -42,14 +42,20 @@ class TorchaoFp8(Fp8):
 class ScaledProducts(Products):
     """torchao's FP8 products of a rank's part of a layer; scales are of the whole operands.
 
-    `whole` joins the largest magnitudes of an operand over the ranks that divide a dimension.
+    `shared` has the kinds of ranks that divide each dimension: they join the largest magnitudes.
     """
 
     def __init__(
         self, recipe: str, emulated: bool, layout: Layout, shared: dict[str, tuple[str, ...]]
     ):
         from torchao.float8 import Float8LinearConfig
-        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+        from torchao.float8.float8_training_tensor import GemmInputRole as Role
+        from torchao.float8.float8_training_tensor import (
+            LinearMMConfig,
+            ScaledMMConfig,
+            hp_tensor_and_scale_to_float8,
+        )
+        from torchao.float8.float8_utils import amax_to_scale
 
         self.recipe, self.layout, self.shared = recipe, layout, shared
         c = Float8LinearConfig.from_recipe_name(recipe)
@@ -63,19 +69,14 @@ class ScaledProducts(Products):
             ),
         }
         matmuls = (c.gemm_config_output, c.gemm_config_grad_input, c.gemm_config_grad_weight)
-        matmul = LinearMMConfig(
+        self.matmul = LinearMMConfig(
             *(ScaledMMConfig(emulated, m.use_fast_accum, False, c.pad_inner_dim) for m in matmuls)
         )
-        self.matmul = matmul
+        self.roles = {"x": Role.INPUT, "weight": Role.WEIGHT, "grad": Role.GRAD_OUTPUT}
+        self.to_scale, self.to_float8 = amax_to_scale, hp_tensor_and_scale_to_float8
 
     def cast(self, product: str, first: bool, operand: Tensor) -> Tensor:
         """An operand in FP8, or as it is where the recipe leaves it."""
-        from torchao.float8.float8_training_tensor import (
-            GemmInputRole,
-            hp_tensor_and_scale_to_float8,
-        )
-        from torchao.float8.float8_utils import amax_to_scale
-
         *operands, over = PRODUCTS[product]
         name, dims = operands[not first]
         scale = SCALES[self.recipe][product][not first]
@@ -86,12 +87,9 @@ class ScaledProducts(Products):
         amax = magnitude.amax(axis, keepdim=True) if rows else magnitude.max()
         kinds = [kind for dim in (over if rows else dims) for kind in self.shared[dim]]
         amax = self.layout.highest(amax.float(), *kinds) if kinds else amax
-        role = {"x": "INPUT", "weight": "WEIGHT", "grad": "GRAD_OUTPUT"}[name]
         axis = (0 if axis == -2 else -1) if rows else None
-        return hp_tensor_and_scale_to_float8(
-            operand, amax_to_scale(amax, dtype, self.rounds), dtype, self.matmul,
-            GemmInputRole[role], axis,
-        )  # fmt: skip
+        scales = self.to_scale(amax, dtype, self.rounds)
+        return self.to_float8(operand, scales, dtype, self.matmul, self.roles[name], axis)
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(self.cast("output", True, x), self.cast("output", False, weight.t()))

@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 
-from llm_train_bench.apply.sharded import is_sharded, place
+from llm_train_bench.apply.sharded import boxes, is_sharded, place
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.shares import cuts, divided, whole_shape
+from llm_train_bench.model.shares import divided, whole_shape
 from llm_train_bench.model.stored import DTYPES, Part, read_block
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather
 from llm_train_bench.run.checkpoint.manifest import Manifest
@@ -71,24 +71,13 @@ def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[B
         copies *= 2
     if not tensor.ndim or not is_sharded(tensor):
         return [Block(local, tuple(offsets), copies, index)]
-    how = divided(config, plain)
-    if how is None:
+    if divided(config, plain) is None:
         copies, index = copies * layout.tp, index * layout.tp + layout.tp_rank
-        return [Block(local, tuple(offsets), copies, index)]
-    kind, dim, _ = how
-    n, rank = getattr(layout, kind), getattr(layout, f"{kind}_rank")
-    pieces, begin = [], 0
-    for cut in cuts(config, plain, n, rank):
-        first = max(offsets[dim], begin)
-        last = min(offsets[dim] + local.shape[dim], begin + cut.length)
-        if first < last:
-            where = [*offsets]
-            where[dim] = cut.begin + first - begin
-            piece = local.narrow(dim, first - offsets[dim], last - first)
-            same = copies * cut.copies, index * cut.copies + rank % cut.copies
-            pieces.append(Block(piece, tuple(where), *same))
-        begin += cut.length
-    return pieces
+    found = []
+    for box in boxes(config, layout, plain, tensor):
+        same = copies * box.copies, index * box.copies + layout.tp_rank % box.copies
+        found.append(Block(local[box.at], box.offsets, *same))
+    return found
 
 
 def own_shares(
