@@ -383,7 +383,7 @@ def test_te_without_fp8_is_plain_and_named(family, te_in_place, tmp_path):
 @pytest.mark.parametrize(
     ("family", "flags", "message"),
     [
-        ("moe", "", "has experts, for which there are plain layers"),
+        ("moe", "", "has experts, whose layers it cannot replace"),
         ("gemma3_text", "", "has norms after its layers"),
         ("phi3", "", "needs a GPU"),
         ("llama", "--use-fp8", "--linear te with"),

@@ -506,7 +506,7 @@ def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
         torchao = flag == "--use-fp8" and te and part != "layers with states"
         advice = "use --fp8-backend torchao" if torchao else "leave it out"
         raise UsageError(
-            f"{flag}: {config.path} has {part}, for which there are plain layers alone; {advice}"
+            f"{flag}: {config.path} has {part}, whose layers it cannot replace; {advice}"
         )
 
 
