@@ -15,10 +15,8 @@ from llm_train_bench.model.transformer import Transformer
 def apply_fp8(model: HasWeights, work: Work, device: torch.device) -> Fp8:
     """Convert the blocks of a meta-device model, or of a pipeline's stages, in place.
 
-    --use-fp8 or --linear te asks for it.
-
-    UsageError where the hardware or an absent library stands against it. Embeddings, norms, attention,
-    head and loss stay in high precision.
+    --use-fp8 or --linear te asks for it. UsageError where the hardware or an absent library stands
+    against it. Embeddings, norms, attention, head and loss stay in high precision.
     """
     if work.linear == "te" or work.fp8.backend == "te":
         return apply_te(cast(Transformer, model), work, device)
