@@ -363,13 +363,13 @@ CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
 SHORT = (
     "tp2-biases cp2 tp2-reduce-last dp2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss "
-    "dp2-ep2-accumulate pp2-fused cp4-gather "
+    "dp2-ep2-accumulate pp2-fused "
     "cp4-gather-packed pp2-packed-interleaved ep2-idle pp2-hsdp2 pp2-cp2-half "
-    "tp2-cp2-mtp mutant-divided mutant-tied mutant-tie mutant-crosses "
+    "cp2-gather-mtp-packed mutant-divided mutant-tied mutant-tie mutant-crosses "
     "tp2-save cp2-resume-tp2 ep2-resume-cp2 pp-save-tied dp2-resume-tied "
     "few-save few-resume few-resume-ep2 "
-    "tp2-cp2-fp8 ep2-fp8 tp2-ep2-balanced-deepseek tp4-qwen2 tp2-olmo3 ep2-op pp3-layers pp2-zbv-ep2 "
-    "tp2-ep4-muon muon-save muon-resume mutant-scales"
+    "tp2-cp2-fp8 ep2-fp8 tp2-ep2-balanced-deepseek tp2-op-one-head tp2-olmo3 ep2-op pp3-layers pp2-zbv "
+    "muon-save muon-resume mutant-scales"
 ).split()
 
 

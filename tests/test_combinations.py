@@ -119,14 +119,18 @@ FP8_LAYOUTS = [
 
 
 def of_layout(c: Combination) -> list[str]:
-    """The command line of a cell on four ranks; with experts, of another model."""
+    """The command line of a cell, for a global batch of 4; with experts, of another model."""
     config = "configs/moe-tiny.json" if c.layout == "experts" else TINY[0]
-    batch = ["--bsz", "4"] if c.entrypoint == "train.py" else ["--bsz", "1"]
+    replicas = 2 if c.layout == "experts" and c.entrypoint != "train.py" else 1
+    batch = ["--bsz", 4 // replicas]
     if c.entrypoint == "train_pp.py":
-        batch += ["--grad-acc-steps", "4" if c.layout == "tokens" else "2"]
-    elif c.layout == "tokens":
-        batch = ["--bsz", "2"]
+        batch = ["--bsz", 1, "--grad-acc-steps", 4 // replicas]
     return [config, *TINY[1:], *batch, *flags(c)]
+
+
+def ranks_of(c: Combination) -> int:
+    """Two stages, two ranks that share a batch, or both."""
+    return 4 if c.entrypoint == "train_pp.py" and c.layout != "data" else 2
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +141,8 @@ def laid_out(tmp_path_factory):
     jobs = [Job(name(c), c.entrypoint, of_layout(c._replace(layout="data")), 1) for c in alone[:2]]
     one = of_layout(alone[2])[:-2]  # without --ep 2
     jobs.append(Job(name(alone[2]), "train.py", one, 1))
-    jobs += [Job(name(c), c.entrypoint, of_layout(c), 4, traced_only(c)) for c in FP8_LAYOUTS]
+    cells = sorted(FP8_LAYOUTS, key=ranks_of)
+    jobs += [Job(name(c), c.entrypoint, of_layout(c), ranks_of(c), traced_only(c)) for c in cells]
     run_jobs(jobs, out)
     return out
 
