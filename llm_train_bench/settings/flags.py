@@ -493,8 +493,8 @@ def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
 
 def changed(args: Any, names: Iterable[str]) -> str | None:
     """The first of these flags that is not at its default."""
-    default = defaults(args)
-    return next((name for name in names if getattr(args, name) != default[name]), None)
+    default = type(args)  # a dataclass has its defaults as attributes
+    return next((n for n in names if getattr(args, n) != getattr(default, n)), None)
 
 
 def flag_of(name: str) -> str:

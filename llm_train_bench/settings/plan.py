@@ -18,7 +18,7 @@ from llm_train_bench.base.machine import Platform
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
-from llm_train_bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
+from llm_train_bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work, alike
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
@@ -555,7 +555,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
         )
     shapes, names = {}, layer_names(config)
     parts = {"tp": work.fsdp.tp, "ep": work.fsdp.ep}
-    for i in work.layers:
+    for i, *_ in alike(work, work.layers):
         found = config.block_shapes(i)
         if recipe != "nvfp4":
             found = found | config.expert_shapes(i)
