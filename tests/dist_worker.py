@@ -3,7 +3,7 @@
 Next to each result lies `facts.json`:
 
 - traffic: the bytes handed to collectives, by kind (of all-to-alls the ranks' mean), of each of a
-  pipeline's groups of ranks; with `gradients` of LOOKED steps,
+  pipeline's groups of ranks,
 - attention: the calls of attention, by format, and how often a kernel of it ran,
 - draws: the next random number of each rank; dropout: digests of its generator before its dropouts,
 - idle: how many exchanges of tokens brought each rank nothing,
@@ -17,7 +17,6 @@ and with `gradients` also gradients.safetensors and parameters.safetensors: whol
 """
 
 import contextlib
-import functools
 import gc
 import hashlib
 import importlib
@@ -64,7 +63,7 @@ from llm_train_bench.parallel.ranks import ALONE, Ranks, gather, join, leave
 from llm_train_bench.run.checkpoint import training_state
 from llm_train_bench.run.checkpoint.manifest import verify
 from llm_train_bench.run.launch import train_planned
-from llm_train_bench.run.loop import measure, validation_loss
+from llm_train_bench.run.loop import validation_loss
 from tests import te_standin
 from tests.faults import whole_state
 from tests.helpers import free_port, plan_of, without_inductor
@@ -90,8 +89,6 @@ TOKENS = {
 }
 
 
-# Steps of a run whose gradients are kept in which its collectives are counted.
-LOOKED = 2
 # What may run beside an exchange, and when it begins and ends.
 EVENTS = (*TOKENS, "wait_tensor", "mm", "addmm", "_grouped_mm")
 
@@ -121,11 +118,6 @@ METER = types.SimpleNamespace(
 )
 
 
-@functools.cache
-def names_of(func) -> list[str]:
-    return func._schema.name.split("::")
-
-
 class Traffic(TorchDispatchMode):
     """Adds up the tensors handed to collectives; loss, norm and wishes to stop are left out.
 
@@ -136,7 +128,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.keeps = keeps  # gradients
         self.bytes, self.calls, self.events = Counter(), Counter(), []
-        self.held, self.kernels, self.counting = {}, 0, True
+        self.held, self.kernels = {}, 0
         self.most_held, self.looking = 0, True
         self.model, self.gradients = None, {}
 
@@ -155,15 +147,6 @@ class Traffic(TorchDispatchMode):
         looking, self.looking = self.looking, False
         fill_normal(*args)
         self.looking = looking
-
-    def measure(self, run, model, optimizer, step_fn, *rest) -> None:
-        """Stands in for the loop's: with gradients, no steps after LOOKED are counted."""
-
-        def step(number, phase):
-            self.counting = not self.keeps or number - run.plan.schedule.start < LOOKED
-            step_fn(number, phase)
-
-        measure(run, model, optimizer, step, *rest)
 
     def unseen(self, function):
         """The function, whose collectives are not counted: it is no part of a step."""
@@ -209,9 +192,7 @@ class Traffic(TorchDispatchMode):
                 self.most_held = max(self.most_held, sum(self.held.values()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not self.counting:
-            return func(*args, **(kwargs or {}))
-        namespace, name = names_of(func)
+        namespace, name = func._schema.name.split("::")
         if name in EVENTS and len(self.events) < 5000:
             back = torch._C._current_graph_task_id() != -1
             self.events.append(f"{'backward ' * back}{name}")
@@ -484,7 +465,6 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 mock.patch("llm_train_bench.model.init.fill_normal", traffic.fill_normal),
                 mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: METER),
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
-                mock.patch(f"{LOOP}.measure", traffic.measure),
                 mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),
                 mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),
                 # torch 2.15 sends objects by the collectives of tensors.

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from llm_train_bench.base.documents import index_path
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.formulas.collectives import traffic as traffic_of
-from tests.dist_worker import LOOKED, Job, run_jobs
+from tests.dist_worker import Job, run_jobs
 from tests.faults import steps_of, whole_state
 from tests.helpers import FAMILIES, ROOT, plan_of
 
@@ -516,7 +516,7 @@ def compare(name: str, out: Path) -> Difference:
             for kind in kinds:
                 pair = (
                     traffic_of(work, group).get(kind, 0),
-                    moved.get(kind, 0) / min(LOOKED, len(norms)),
+                    moved.get(kind, 0) / len(norms),
                 )
                 # Learned routing sends as many tokens as it will.
                 free = kind == "all_to_all" and work.fsdp.ep > 1 and not work.balanced

@@ -70,7 +70,7 @@ def test_tensor_parallel_exchanges_run_beside_products(finished):
     for exchange in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         assert set(beside(events, exchange)) == {0}  # what comes next needs them
         during = beside(events, f"backward {exchange}")
-        assert {0, 1} == set(during) and sum(during) >= 4, exchange  # of a step of two blocks
+        assert {0, 1} == set(during) and sum(during) > 12, exchange
 
 
 def test_rows_of_experts_travel_beside_the_shared_expert(finished):
