@@ -362,7 +362,7 @@ MUTANTS = {
 CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
 SHORT = (
-    "tp2-biases cp2 tp2-reduce-last dp2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss "
+    "tp2-biases cp2 hsdp2x2-ep2-reduce-last dp2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss "
     "dp2-ep2-accumulate pp2-fused "
     "cp4-gather-packed pp2-packed-interleaved ep2-idle pp2-hsdp2 pp2-cp2-half "
     "cp2-gather-mtp-packed mutant-divided mutant-tied mutant-tie mutant-crosses "
