@@ -278,6 +278,9 @@ MUTANTS = {
     "a tied head's gradients stay apart": lambda: mock.patch.object(
         RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)
     ),
+    "rows that do not fit are lost": lambda: mock.patch.object(
+        RankLayout, "overflowed", lambda self: False
+    ),
     "scales are of a rank's part": lambda: mock.patch.object(
         RankLayout,
         "highest",
@@ -453,12 +456,14 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 stack.enter_context(watched(*attention))
                 stack.enter_context(watched("dropout", generator_digest, states))
                 stack.enter_context(traffic)
-            rows_to_send = RankLayout.rows_to_send
-            waits = stack.enter_context(
-                mock.patch.object(
-                    RankLayout, "rows_to_send", autospec=True, side_effect=rows_to_send
+            waits = [
+                stack.enter_context(
+                    mock.patch.object(
+                        RankLayout, name, autospec=True, side_effect=getattr(RankLayout, name)
+                    )
                 )
-            )
+                for name in ("rows_to_send", "overflowed")
+            ]
             for patch in (
                 groups_of_all_jobs(made),
                 *(mock.patch.object(m, "build_optimizer", traffic.built) for m in OPTIMIZERS),
@@ -494,7 +499,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
             "idle": gather(ranks, traffic.calls["exchanges that brought nothing"]),
             "calls": traffic.calls,
             "events": traffic.events,
-            "waits": waits.call_count,
+            "waits": [calls.call_count for calls in waits],
             "built": traffic.most_held,
         }
         if ranks.main:

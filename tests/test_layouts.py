@@ -7,9 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
+from llm_train_bench.apply.data import MicroBatch
+from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Fsdp
+from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model import layout
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.experts import (
@@ -17,6 +20,7 @@ from llm_train_bench.model.experts import (
     Stacked,
     _in_turn,
     fullest_expert,
+    mixtures,
     update_corrections,
 )
 from llm_train_bench.model.init import fill, materialize
@@ -24,6 +28,7 @@ from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.shares import divided, sharded_dimension, whole_shape
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.layout import Gradients, RankLayout
+from llm_train_bench.run.loop import build_passes
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests import layouts
 from tests.helpers import config, plan_of
@@ -86,7 +91,59 @@ def test_the_host_waits_once_for_rows_of_a_layer_and_micro_batch(finished):
     steps, evaluations = layouts.steps_of(finished / name), 2
     micro = case.size("--grad-acc-steps")
     assert "--sac-freq" in case.flags
-    assert facts_of(finished, name)["waits"] <= (len(steps) + evaluations) * micro
+    assert facts_of(finished, name)["waits"] <= [(len(steps) + evaluations) * micro, 0]
+
+
+def test_with_capacity_the_host_waits_once_a_step(finished):
+    """Only evaluations ask in each of two layers, as they do without capacity."""
+    names = "dp2-ep2-accumulate", "dp2-ep2-capacity"
+    (asked, none), (left, checks) = (facts_of(finished, name)["waits"] for name in names)
+    steps, micro = layouts.CASES[names[1]].steps, 2
+    assert (none, checks) == (0, steps) and left == asked - 2 * steps * micro > 0
+
+
+class Roomy(layout.Layout):
+    """Says of some steps that rows did not fit."""
+
+    def __init__(self, *full: bool):
+        self.full, self.overflow, self.seen = list(full), None, []
+
+    def overflowed(self) -> bool:
+        return self.full.pop(0)
+
+    def plan_rows(self, index, number):
+        self.seen.append(self.overflow is not None)
+        return super().plan_rows(index, number)
+
+
+def test_a_repeated_step_leaves_what_an_exact_one_leaves():
+    """Losses, gradients, counts of rows and draws of dropout, of two steps of two micro batches."""
+    shape = config("qwen3_moe", attention_dropout=0.2, mlp_only_layers=[])
+    argv = (
+        "x.json --ep 2 --ep-capacity 1 --grad-acc-steps 2 --amp off --seq-len 16 --warmup-steps 0"
+    )
+    plan = plan_of(argv.split(), "train_fsdp.py", 2, "cpu", shape)
+    ends = []
+    for full in ((False, False), (True, True)):
+        result, log = mock.Mock(), StepLog(torch.device("cpu"), 64, [])
+        run = mock.Mock(plan=plan, device=torch.device("cpu"), scaler=None, log=log, result=result)
+        run.fp8 = Fp8()
+        model = Transformer(shape, 16, layout=(room := Roomy(*full)))
+        materialize(model, torch.device("cpu"), 0)
+        torch.manual_seed(1)
+        given = iter([MicroBatch(*torch.randint(97, (2, 2, 16))) for _ in range(4)])
+        torch.manual_seed(2)
+        passes, left = build_passes(run, model, given), []
+        for step in range(2):
+            left.append(passes(step))
+            left += [p.grad for p in model.parameters() if p.requires_grad]
+            model.zero_grad()
+        ends.append([*left, *(mlp.rows for mlp in mixtures(model)), torch.rand(3)])
+        assert result.metrics.repeated_steps == sum(full)
+        n = 2 * shape.num_hidden_layers  # of two micro batches; with room, and exact
+        assert room.seen == ([True] * n + [False] * n * full[0]) * 2
+    for once, twice in zip(*ends, strict=True):
+        assert torch.equal(once, twice)
 
 
 class Part(layout.Layout):

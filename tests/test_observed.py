@@ -264,22 +264,16 @@ def test_what_fell_back_is_counted_by_the_step():
     [
         ("train.py", 1, "gpt2-tiny", 2 * 4),
         ("train_pp.py", 2, "gpt2-tiny", 1 * 4),  # rank 0's half
-        (
-            "train.py",
-            1,
-            "moe-tiny",
-            4 * 2,
-        ),  # attention's: grouped matmuls have no format in their names
+        # Attention's: grouped matmuls have no format in their names.
+        ("train.py", 1, "moe-tiny", 4 * 2),
     ],
 )
 def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_unfit(
     script, ranks, config, least, calls
 ):
-    fp8 = "--use-fp8 --fp8-backend torchao --grad-acc-steps 2".split()
-    plan, calls = (
-        plan_of([f"configs/{config}.json", *fp8], script, ranks, "nvidia"),
-        2 * least - calls,
-    )
+    argv = [f"configs/{config}.json", "--use-fp8", "--fp8-backend", "torchao"]
+    plan = plan_of([*argv, "--grad-acc-steps", "2"], script, ranks, "nvidia")
+    calls = 2 * least - calls
     result = mock.Mock(fp8=mock.Mock(emulated=False))
     run = mock.Mock(plan=plan, result=result, device=torch.device("cuda"))
     names = ["nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_bias_TNT"] * calls

@@ -49,9 +49,9 @@ class _EvenLayout(RankLayout):
         self.work = work
 
     def rows_to_send(self, numbers: Tensor) -> tuple[list[int], list[int], int]:
-        n, micro = self.ep, self.work.batch.micro_tokens // (self.tp * self.cp)
-        rows = [round(micro * tokens_sent(self.work) / n)] * n
-        return rows, rows, micro * self.work.config.experts.per_token
+        n, tokens = self.ep, self.work.own_tokens
+        rows = [round(tokens * tokens_sent(self.work) / n)] * n
+        return rows, rows, self.work.expert_rows
 
 
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:

@@ -332,7 +332,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         # Choices of experts and their weights.
         chosen = round(sent * 2 * experts.per_token * 4)
         yield TokenMoves("ep", "all_to_all", passes, chosen, fsdp.ep, 1)
-        if not work.balanced:  # or it is always the same
+        if not (work.balanced or fsdp.ep_capacity):  # or it is always the same
             yield TokenMoves(
                 "ep", "all_to_all", 1 + again * work.compiled, 16 * fsdp.ep, fsdp.ep, 1
             )
@@ -341,17 +341,19 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
 
 
 def tokens_sent(work: Work) -> float:
-    """To how many ep ranks a token goes, in the mean.
+    """To how many ep ranks a token goes, in the mean; with `ep_capacity`, for how many there is room.
 
     Of a token's k experts those of one rank get it once. Balanced ones are k neighbours of all, dealt out
     in turn; learned ones are thought to be chosen alike.
     """
-    e, ep = work.config.experts, work.fsdp.ep
+    e, ep, tokens = work.config.experts, work.fsdp.ep, work.own_tokens
     k, each = e.per_token, e.number // ep
     if work.trainer is not OUR_TRAINER:
         return k
+    if work.fsdp.ep_capacity:
+        return ep * work.fsdp.expert_room(tokens, k, e.number)[0] / tokens
     if not work.balanced:
-        return ep * (1 - math.comb(e.number - each, k) / math.comb(e.number, k))
+        return ep * work.fsdp.share_sent(k, e.number)
     firsts = range(0, math.lcm(e.number, k), k)
     places = [len({(first + j) % e.number // each for j in range(k)}) for first in firsts]
     return sum(places) / len(places)

@@ -251,7 +251,7 @@ def _cheap(work: Work, layer: int) -> float:
     if not config.has_experts(layer):
         return numbers + (d + config.intermediate_size / tp) * tokens
     e = config.experts
-    return numbers + work.own_tokens * e.per_token * e.size * (1 + bool(e.limit))
+    return numbers + work.expert_rows * e.size * (1 + bool(e.limit))
 
 
 def _in_backward(work: Work, layers: Iterable[int], reduced: float, fused_norm: bool) -> float:
@@ -511,7 +511,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
         elif fp8.all_gather:
             numbers += f
         return numbers * work.gathered_tokens, other * work.gathered_tokens
-    f, rows = e.size, work.own_tokens * e.per_token
+    f, rows = e.size, work.expert_rows
     # Rows, both halves, activation, product, and the output before it is weighed; gpt-oss clamps.
     seen = e.latent or d
     numbers = rows * (2 * seen + 2 * e.wide * f + (3 * f if e.limit else 0))
@@ -540,7 +540,7 @@ def _passing_activations(work: Work, layer: int) -> float:
     f, a, kv = config.intermediate_size / tp, config.query_size / tp, work.kv_size
     tokens = work.gathered_tokens
     if config.has_experts(layer):
-        tokens, f = work.own_tokens * config.experts.per_token, config.experts.size
+        tokens, f = work.expert_rows, config.experts.size
     # Compiled, the activation and the product with it are one kernel.
     mlp = (3 if work.compiled else 4) * f if config.gated_mlp else 2 * f
     if work.fp8 and work.fp8.backend == "torchao" and not work.compiled:
@@ -610,7 +610,7 @@ def _backward_buffers(work: Work, layer: int) -> float:
     """
     config, wide = work.config, 2 if work.config.gated_mlp else 1
     if config.has_experts(layer):
-        rows = work.own_tokens * config.experts.per_token
+        rows = work.expert_rows
         passing = (2 + (work.fsdp.ep > 1)) * (config.experts.latent or config.hidden_size)
         numbers = rows * (wide * config.experts.size + passing)
         return work.matmul_bytes * numbers + _sums_passing(work)

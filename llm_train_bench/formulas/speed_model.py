@@ -390,7 +390,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
         seconds, last = seconds + one, one if kind == "down" else last
     for n, k in config.expert_shapes(layer).values():
         # Each rank gets as many rows as it sends; an expert's last tile is filled up.
-        rows = work.own_tokens * config.experts.per_token
+        rows = work.expert_rows
         number = config.experts.number // ep
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
         converted = every or "experts_up" in low
@@ -460,7 +460,7 @@ def block_bytes(work: Work, layer: int) -> float:
         elements += (gated * f if config.gated_mlp else 2 * f) * work.gathered_tokens
         return w * elements
     e = config.experts
-    rows = work.own_tokens * e.per_token
+    rows = work.expert_rows
     # Rows are put in order and back, sent and received likewise, weighed and added up.
     moves = 4 + 3 + (4 if work.fsdp.ep > 1 else 0)
     gated = gated if e.gated else 2

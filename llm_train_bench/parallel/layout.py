@@ -6,7 +6,7 @@ Ulysses (Jacobs et al. 2023), or gathers keys and values (Llama 3, 3.3.2) where 
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,21 @@ class _Added(torch.autograd.Function):
         return _c10d.wait_tensor(_c10d.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
 
 
+class Rows(NamedTuple):
+    """Sizes of an exchange of tokens for experts."""
+
+    there: list[int]
+    """Tokens to each of the ep ranks."""
+    here: list[int]
+    """Tokens from each of them."""
+    choices: int
+    """Rows of this rank's experts."""
+    each: int
+    """Experts of a rank."""
+    padded: bool = False
+    """Whether these are what `Fsdp.ep_capacity` has room for, known without asking."""
+
+
 class RankLayout(ReplicaLayout):
     """One rank among tp x cp ranks that share a batch, ep that share the experts, pp the layers.
 
@@ -138,6 +153,8 @@ class RankLayout(ReplicaLayout):
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.names: dict[str, Any] = {}  # of the groups
         self.owners: dist.ProcessGroup | None = None  # all that share one copy of the same layers
+        # While it is no None: whether more tokens or choices were there than fit, on the device.
+        self.overflow: Tensor | None = None
 
     def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
         """Make the groups of ranks; all ranks call this. Returns the meshes over which FSDP divides.
@@ -346,12 +363,16 @@ class RankLayout(ReplicaLayout):
         """
         if self.ep == 1:
             return super().plan_rows(index, number)
-        place = index // (number // self.ep)
+        each = number // self.ep
+        if self.overflow is not None:
+            room, choices = self.fsdp.expert_room(index.shape[0], index.shape[1], number)
+            return Rows([room] * self.ep, [room] * self.ep, choices, each, padded=True)
+        place = index // each
         numbers = torch.stack((self.wanted(place).sum(1), count_rows(place, self.ep)), dim=1)
         # By an operator that selective checkpointing does not keep: a recomputation has the plan.
         theirs = torch.empty_like(numbers)
         dist.all_to_all_single(theirs, numbers, group=self.groups["ep"])
-        return self.rows_to_send(torch.cat((numbers[:, 0], theirs.T.flatten()))), number // self.ep
+        return Rows(*self.rows_to_send(torch.cat((numbers[:, 0], theirs.T.flatten()))), each)
 
     def wanted(self, place: Tensor) -> Tensor:
         """(N, k) ranks of a token's experts to whether each rank wants the token (ep, N), as 0 and 1."""
@@ -365,13 +386,29 @@ class RankLayout(ReplicaLayout):
         there, here, choices = numbers.view(3, -1).tolist()
         return there, here, sum(choices)
 
+    def overflowed(self) -> bool:
+        """Whether on any rank of all rows did not fit: a step's one wait for the device."""
+        overflow = cast(Tensor, self.overflow).int()
+        dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        return bool(overflow.item())
+
+    def _must_fit(self, number: Tensor, room: int) -> None:
+        if self.overflow is not None:
+            self.overflow = self.overflow | (number > room)
+
     def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         if self.ep == 1:
             return super().send(tokens, index, weights, plan)
-        ((there, here, _), each), N = plan, len(tokens)
-        order = self.wanted(index // each).flatten().argsort(descending=True, stable=True)
-        order = order[: sum(there)]  # by rank, then by token
-        token, place = order % N, order // N
+        (there, here, _, each, padded), N = plan, len(tokens)
+        wanted = self.wanted(index // each)
+        if padded:  # by those that are not wanted
+            self._must_fit(wanted.sum(1).max(), there[0])
+            ranks = torch.arange(self.ep, device=index.device)[:, None]
+            order = wanted.argsort(dim=1, descending=True, stable=True)[:, : there[0]]
+            order = (N * ranks + order).flatten()
+        else:
+            order = wanted.flatten().argsort(descending=True, stable=True)[: sum(there)]
+        token, place = order % N, order // N  # by rank, then by token
         local = index[token] - each * place[:, None]
         inside = (local >= 0) & (local < each)
         choice = torch.where(inside, local, each).float()
@@ -387,13 +424,19 @@ class RankLayout(ReplicaLayout):
         """Tokens that come from all ranks go through the experts, and their sums back."""
         if self.ep == 1:
             return super().experts(experts, sent, plan)
-        (flights, token, N), ((there, here, choices), each) = sent, plan
+        (flights, token, N), (there, here, choices, each, padded) = sent, plan
         tokens, with_weights = (_Arrived.apply(*flight) for flight in flights)
         k = with_weights.shape[1] // 2
         choice = with_weights[:, k:].detach().long().flatten()
         order = choice.argsort(stable=True)[:choices]  # by expert; those of other ranks come last
         counts = count_rows(choice, each + 1)[:each]
         rows = tokens[order // k]
+        if padded:  # zeros, for the last expert
+            self._must_fit(counts.sum(), choices)
+            ends = counts.cumsum(0).clamp(max=choices)
+            ends[-1] = choices
+            counts = ends.diff(prepend=ends[:1] * 0)
+            rows = rows * (choice[order] < each)[:, None]
         if not len(rows):  # the experts' gradients are zeros, not absent
             counts = F.pad(torch.ones_like(counts[:1]), (0, each - 1))
             y = experts(F.pad(rows, (0, 0, 0, 1)), counts)[:0]

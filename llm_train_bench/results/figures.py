@@ -67,6 +67,11 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
             f"memory was so full that the allocator emptied its cache {m.allocator_retries} times in the "
             "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
+    if m.repeated_steps:
+        result.notes.append(
+            f"{m.repeated_steps} steps of the window ran twice, since rows of experts did not fit; use a "
+            "larger --ep-capacity, or leave it out"
+        )
     _fill_compile_metrics(result, ranks)
     _fill_machine_use(result, ranks)
     # Times of the slowest rank. The largest time of every step would add up to more than the

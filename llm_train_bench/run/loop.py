@@ -5,7 +5,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,24 @@ from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.sharded import reshard, sharded_modules
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import MemoryReport
-from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
+from llm_train_bench.model.experts import (
+    fullest_expert,
+    mixtures,
+    scale_balance_losses,
+    update_corrections,
+)
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.parallel.ranks import average_over_ranks, gather, meet
 from llm_train_bench.results.result_files import seconds_alive
 from llm_train_bench.run.checkpoint.saver import Saver
+from llm_train_bench.run.checkpoint.training_state import random_state, set_random_state
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.profiling import build_capture, observed_in, traced
 from llm_train_bench.trace.read_trace import Trace
 
-if TYPE_CHECKING:  # only train_pp.py needs PyTorch's pipelining
+if TYPE_CHECKING:  # only train_fsdp.py and train_pp.py need these
+    from llm_train_bench.parallel.layout import RankLayout
     from llm_train_bench.parallel.pipeline import Pipeline
 
 Batches = Iterator[MicroBatch]
@@ -171,9 +178,7 @@ def build_passes(
     share = work.fsdp.ranks if work.fsdp.divided else 1
     balances = bool(work.config.experts and work.config.experts.aux_loss)
 
-    micro_batches = repeating_last(micro_batches)
-
-    def passes(step: int) -> Tensor:
+    def passes(step: int, micro_batches: Batches) -> Tensor:
         total = torch.zeros((), device=device)
         if balances:
             scale_balance_losses(model, (1.0 if scaler is None else scaler.scale) / n_micro / share)
@@ -196,7 +201,7 @@ def build_passes(
                     reshard(sharded)
         return total
 
-    return passes
+    return _repeated_where_rows_do_not_fit(run, model, passes, micro_batches)
 
 
 def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) -> Passes:
@@ -208,9 +213,8 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
     scheduled = model.build_schedule(run.device, log)
     if work.config.experts and work.config.experts.aux_loss:
         scale_balance_losses(model, 1.0 / n_micro / work.fsdp.ranks)
-    micro_batches = repeating_last(micro_batches)
 
-    def passes(step: int) -> Tensor:
+    def passes(step: int, micro_batches: Batches) -> Tensor:
         run.begin_micro_step(step)
         with log.part("data"):
             parts = [next(micro_batches) for _ in range(n_micro)]
@@ -218,7 +222,48 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
         log.mark("idle")
         return total
 
-    return passes
+    return _repeated_where_rows_do_not_fit(run, model, passes, micro_batches)
+
+
+def _repeated_where_rows_do_not_fit(
+    run: Run, model: nn.Module, passes: Callable[[int, Batches], Tensor], micro_batches: Batches
+) -> Passes:
+    """The passes of a step, which take micro batches; under --ep-capacity, again if rows did not fit.
+
+    The second time sizes are exact. What the first time left behind is undone.
+    """
+    micro_batches = repeating_last(micro_batches)
+    if run.plan.work.fsdp.ep_capacity is None:
+        return lambda step: passes(step, micro_batches)
+    layout, experts = cast("RankLayout", model.layout), mixtures(model)
+    schedule, m = run.plan.schedule, run.result.metrics
+    m.repeated_steps = 0
+
+    def passes_that_fit(step: int) -> Tensor:
+        given: list[MicroBatch] = []
+
+        def noted() -> Batches:
+            for batch in micro_batches:
+                given.append(batch)
+                yield batch
+
+        state = random_state(run.device)
+        rows = [None if mlp.rows is None else mlp.rows.clone() for mlp in experts]
+        layout.overflow = torch.zeros((), dtype=torch.bool, device=run.device)
+        total = passes(step, noted())
+        again, layout.overflow = layout.overflowed(), None
+        if not again:
+            return total
+        if schedule.window_begin <= step < schedule.window_end:
+            m.repeated_steps = (m.repeated_steps or 0) + 1
+        for parameter in model.parameters():
+            parameter.grad = None
+        for mlp, before in zip(experts, rows, strict=True):
+            mlp.rows = before
+        set_random_state(state, run.device)
+        return passes(step, iter(given))
+
+    return passes_that_fit
 
 
 def build_step(

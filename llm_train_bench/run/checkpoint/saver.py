@@ -55,7 +55,8 @@ def build_saver(run: Run, model: HasWeights, optimizer: Optimizer | None) -> "Sa
 
 def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> None:
     if manifest.layout == layout(run):
-        training_state.set_random_state(directory, run.ranks.rank, run.device)
+        state = training_state.saved_random_state(directory, run.ranks.rank)
+        training_state.set_random_state(state, run.device)
         return
     seed = hash((run.plan.data.seed, run.ranks.rank, manifest.step)) % 2**63
     torch.manual_seed(seed)
