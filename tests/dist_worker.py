@@ -279,7 +279,7 @@ MUTANTS = {
         RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)
     ),
     "rows that do not fit are lost": lambda: mock.patch.object(
-        RankLayout, "overflowed", lambda self: False
+        RankLayout, "capacity_needed", lambda self: 1.0
     ),
     "scales are of a rank's part": lambda: mock.patch.object(
         RankLayout,
@@ -462,7 +462,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                         RankLayout, name, autospec=True, side_effect=getattr(RankLayout, name)
                     )
                 )
-                for name in ("rows_to_send", "overflowed")
+                for name in ("rows_to_send", "capacity_needed")
             ]
             for patch in (
                 groups_of_all_jobs(made),

@@ -81,6 +81,7 @@ SETTINGS = [
     ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 4 --tp 4 --sac-freq 1/1 --sac-policy op"),
     ("train_fsdp.py", 8, 4096, "qwen3-30b-a3b-proxy --bsz 4 --ep 8"),
     ("train_fsdp.py", 8, 4096, "qwen3-30b-a3b-proxy --bsz 4 --ep 8 --sac-freq 1/1"),
+    ("train_fsdp.py", 8, 4096, "qwen3-30b-a3b-proxy --bsz 4 --ep 8 --ep-capacity 1.5"),
     ("train_fsdp.py", 8, 4096, "qwen3.5-9b-proxy --bsz 4 --sac-freq 1/1 --mtp 0.3"),
     ("train.py", 1, 2048, "qwen3.5-9b-proxy --bsz 1 --amp off --mtp 0.3"),
     ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 2 --lora-rank 16"),

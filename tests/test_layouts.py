@@ -28,6 +28,7 @@ from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.shares import divided, sharded_dimension, whole_shape
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.layout import Gradients, RankLayout
+from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.run.loop import build_passes
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests import layouts
@@ -102,17 +103,36 @@ def test_with_capacity_the_host_waits_once_a_step(finished):
     assert (none, checks) == (0, steps) and left == asked - 2 * steps * micro > 0
 
 
+@pytest.mark.parametrize(
+    ("capacity", "k", "room"),
+    # A token goes to one of two ranks with probability 1/2 for k = 1, and 5/6 for k = 2.
+    [
+        (1.2, 1, (60, 120)),
+        (1.0, 2, (84, 200)),
+        (1.1, 2, (92, 221)),
+        (3.0, 2, (100, 400)),
+        (2.0, 4, (100, 400)),
+    ],
+)
+def test_capacity_is_a_factor_of_equal_shares_up_to_all_that_can_come(capacity, k, room):
+    assert Fsdp(2, ep=2, ep_capacity=capacity).expert_room(100, k, 4) == room
+
+
+@pytest.mark.parametrize("flags", ["", "--ep 2 --route balanced"])
+def test_capacity_without_counts_to_wait_for_is_refused(flags):
+    argv = f"configs/moe-tiny.json --ep-capacity 2 {flags}".split()
+    with pytest.raises(UsageError, match="waits for no counts"):
+        plan_of(argv, "train_fsdp.py", 2, "cpu")
+
+
 class Roomy(layout.Layout):
-    """Says of some steps that rows did not fit."""
+    """Says of each step what capacity it needed."""
 
-    def __init__(self, *full: bool):
-        self.full, self.overflow, self.seen = list(full), None, []
-
-    def overflowed(self) -> bool:
-        return self.full.pop(0)
+    def __init__(self, *needs: float):
+        self.capacity_needed, self.needed, self.seen = iter(needs).__next__, None, []
 
     def plan_rows(self, index, number):
-        self.seen.append(self.overflow is not None)
+        self.seen.append(self.needed is not None)
         return super().plan_rows(index, number)
 
 
@@ -124,11 +144,11 @@ def test_a_repeated_step_leaves_what_an_exact_one_leaves():
     )
     plan = plan_of(argv.split(), "train_fsdp.py", 2, "cpu", shape)
     ends = []
-    for full in ((False, False), (True, True)):
-        result, log = mock.Mock(), StepLog(torch.device("cpu"), 64, [])
+    for needs in ((1.0, 0.5), (1.2, 1.1)):
+        result, log = mock.Mock(metrics=Metrics()), StepLog(torch.device("cpu"), 64, [])
         run = mock.Mock(plan=plan, device=torch.device("cpu"), scaler=None, log=log, result=result)
         run.fp8 = Fp8()
-        model = Transformer(shape, 16, layout=(room := Roomy(*full)))
+        model = Transformer(shape, 16, layout=(room := Roomy(*needs)))
         materialize(model, torch.device("cpu"), 0)
         torch.manual_seed(1)
         given = iter([MicroBatch(*torch.randint(97, (2, 2, 16))) for _ in range(4)])
@@ -139,9 +159,10 @@ def test_a_repeated_step_leaves_what_an_exact_one_leaves():
             left += [p.grad for p in model.parameters() if p.requires_grad]
             model.zero_grad()
         ends.append([*left, *(mlp.rows for mlp in mixtures(model)), torch.rand(3)])
-        assert result.metrics.repeated_steps == sum(full)
+        assert result.metrics.repeated_steps == 2 * (max(needs) > 1)
+        assert result.metrics.ep_capacity_needed == max(needs)
         n = 2 * shape.num_hidden_layers  # of two micro batches; with room, and exact
-        assert room.seen == ([True] * n + [False] * n * full[0]) * 2
+        assert room.seen == ([True] * n + [False] * n * (max(needs) > 1)) * 2
     for once, twice in zip(*ends, strict=True):
         assert torch.equal(once, twice)
 

@@ -153,8 +153,8 @@ class RankLayout(ReplicaLayout):
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.names: dict[str, Any] = {}  # of the groups
         self.owners: dist.ProcessGroup | None = None  # all that share one copy of the same layers
-        # While it is no None: whether more tokens or choices were there than fit, on the device.
-        self.overflow: Tensor | None = None
+        # While it is not None, exchanges have the sizes of `Fsdp.ep_capacity`: what they needed of it.
+        self.needed: Tensor | None = None
 
     def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
         """Make the groups of ranks; all ranks call this. Returns the meshes over which FSDP divides.
@@ -364,7 +364,7 @@ class RankLayout(ReplicaLayout):
         if self.ep == 1:
             return super().plan_rows(index, number)
         each = number // self.ep
-        if self.overflow is not None:
+        if self.needed is not None:
             room, choices = self.fsdp.expert_room(index.shape[0], index.shape[1], number)
             return Rows([room] * self.ep, [room] * self.ep, choices, each, padded=True)
         place = index // each
@@ -386,15 +386,22 @@ class RankLayout(ReplicaLayout):
         there, here, choices = numbers.view(3, -1).tolist()
         return there, here, sum(choices)
 
-    def overflowed(self) -> bool:
-        """Whether on any rank of all rows did not fit: a step's one wait for the device."""
-        overflow = cast(Tensor, self.overflow).int()
-        dist.all_reduce(overflow, dist.ReduceOp.MAX)
-        return bool(overflow.item())
+    def capacity_needed(self) -> float:
+        """The largest `needed` of all ranks, above `Fsdp.ep_capacity` if rows did not fit.
 
-    def _must_fit(self, number: Tensor, room: int) -> None:
-        if self.overflow is not None:
-            self.overflow = self.overflow | (number > room)
+        It is a step's one wait for the device.
+        """
+        needed = cast(Tensor, self.needed).clone()
+        dist.all_reduce(needed, dist.ReduceOp.MAX)
+        return needed.item()
+
+    def _must_fit(self, number: Tensor, room: int, share: float) -> None:
+        if self.needed is not None:
+            needed = number / share
+            enough = needed.clamp(
+                max=self.fsdp.ep_capacity
+            )  # there may be room for all that can come
+            self.needed = self.needed.maximum(torch.where(number > room, needed, enough))
 
     def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         if self.ep == 1:
@@ -402,7 +409,8 @@ class RankLayout(ReplicaLayout):
         (there, here, _, each, padded), N = plan, len(tokens)
         wanted = self.wanted(index // each)
         if padded:  # by those that are not wanted
-            self._must_fit(wanted.sum(1).max(), there[0])
+            share = N * self.fsdp.share_sent(index.shape[1], each * self.ep)
+            self._must_fit(wanted.sum(1).max(), there[0], share)
             ranks = torch.arange(self.ep, device=index.device)[:, None]
             order = wanted.argsort(dim=1, descending=True, stable=True)[:, : there[0]]
             order = (N * ranks + order).flatten()
@@ -432,7 +440,7 @@ class RankLayout(ReplicaLayout):
         counts = count_rows(choice, each + 1)[:each]
         rows = tokens[order // k]
         if padded:  # zeros, for the last expert
-            self._must_fit(counts.sum(), choices)
+            self._must_fit(counts.sum(), choices, N * k)
             ends = counts.cumsum(0).clamp(max=choices)
             ends[-1] = choices
             counts = ends.diff(prepend=ends[:1] * 0)

@@ -1,6 +1,7 @@
 """Turns finished steps into the figures of a result; docs/METRICS.md defines each."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -67,10 +68,10 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
             f"memory was so full that the allocator emptied its cache {m.allocator_retries} times in the "
             "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
-    if m.repeated_steps:
+    if m.repeated_steps and m.ep_capacity_needed:
         result.notes.append(
-            f"{m.repeated_steps} steps of the window ran twice, since rows of experts did not fit; use a "
-            "larger --ep-capacity, or leave it out"
+            f"{m.repeated_steps} steps of the window ran twice, since rows of experts did not fit; use "
+            f"--ep-capacity {math.ceil(10 * m.ep_capacity_needed) / 10:g} or more, or leave it out"
         )
     _fill_compile_metrics(result, ranks)
     _fill_machine_use(result, ranks)

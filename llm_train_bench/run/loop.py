@@ -233,7 +233,8 @@ def _repeated_where_rows_do_not_fit(
     The second time sizes are exact. What the first time left behind is undone.
     """
     micro_batches = repeating_last(micro_batches)
-    if run.plan.work.fsdp.ep_capacity is None:
+    capacity = run.plan.work.fsdp.ep_capacity
+    if capacity is None:
         return lambda step: passes(step, micro_batches)
     layout, experts = cast("RankLayout", model.layout), mixtures(model)
     schedule, m = run.plan.schedule, run.result.metrics
@@ -249,13 +250,14 @@ def _repeated_where_rows_do_not_fit(
 
         state = random_state(run.device)
         rows = [None if mlp.rows is None else mlp.rows.clone() for mlp in experts]
-        layout.overflow = torch.zeros((), dtype=torch.bool, device=run.device)
+        layout.needed = torch.zeros((), device=run.device)
         total = passes(step, noted())
-        again, layout.overflow = layout.overflowed(), None
-        if not again:
-            return total
+        needed, layout.needed = layout.capacity_needed(), None
         if schedule.window_begin <= step < schedule.window_end:
-            m.repeated_steps = (m.repeated_steps or 0) + 1
+            m.repeated_steps = (m.repeated_steps or 0) + (needed > capacity)
+            m.ep_capacity_needed = max(m.ep_capacity_needed or 0.0, needed)
+        if needed <= capacity:
+            return total
         for parameter in model.parameters():
             parameter.grad = None
         for mlp, before in zip(experts, rows, strict=True):
