@@ -397,10 +397,9 @@ class RankLayout(ReplicaLayout):
 
     def _must_fit(self, number: Tensor, room: int, share: float) -> None:
         if self.needed is not None:
-            needed = number / share
-            enough = needed.clamp(
-                max=self.fsdp.ep_capacity
-            )  # there may be room for all that can come
+            needed = number.double() / share  # fp32 would round the capacity
+            # Room is rounded up.
+            enough = needed.clamp(max=self.fsdp.ep_capacity)
             self.needed = self.needed.maximum(torch.where(number > room, needed, enough))
 
     def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:

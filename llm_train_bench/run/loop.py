@@ -250,7 +250,7 @@ def _repeated_where_rows_do_not_fit(
 
         state = random_state(run.device)
         rows = [None if mlp.rows is None else mlp.rows.clone() for mlp in experts]
-        layout.needed = torch.zeros((), device=run.device)
+        layout.needed = torch.zeros((), dtype=torch.float64, device=run.device)
         total = passes(step, noted())
         needed, layout.needed = layout.capacity_needed(), None
         if schedule.window_begin <= step < schedule.window_end:
