@@ -121,7 +121,7 @@ class _Added(torch.autograd.Function):
         return _c10d.wait_tensor(_c10d.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
 
 
-class Rows(NamedTuple):
+class RowSizes(NamedTuple):
     """Sizes of an exchange of tokens for experts."""
 
     there: list[int]
@@ -366,13 +366,13 @@ class RankLayout(ReplicaLayout):
         each = number // self.ep
         if self.needed is not None:
             room, choices = self.fsdp.expert_room(index.shape[0], index.shape[1], number)
-            return Rows([room] * self.ep, [room] * self.ep, choices, each, padded=True)
+            return RowSizes([room] * self.ep, [room] * self.ep, choices, each, padded=True)
         place = index // each
         numbers = torch.stack((self.wanted(place).sum(1), count_rows(place, self.ep)), dim=1)
         # By an operator that selective checkpointing does not keep: a recomputation has the plan.
         theirs = torch.empty_like(numbers)
         dist.all_to_all_single(theirs, numbers, group=self.groups["ep"])
-        return Rows(*self.rows_to_send(torch.cat((numbers[:, 0], theirs.T.flatten()))), each)
+        return RowSizes(*self.rows_to_send(torch.cat((numbers[:, 0], theirs.T.flatten()))), each)
 
     def wanted(self, place: Tensor) -> Tensor:
         """(N, k) ranks of a token's experts to whether each rank wants the token (ep, N), as 0 and 1."""
