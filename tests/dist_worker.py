@@ -93,6 +93,10 @@ TOKENS = {
 EVENTS = (*TOKENS, "wait_tensor", "mm", "addmm", "_grouped_mm")
 
 
+# What makes the host wait for a GPU: values that are read, copied there, or counted.
+WAITS = ("_local_scalar_dense", "lift_fresh", "nonzero")
+
+
 class Job(NamedTuple):
     """A run of a script on some ranks; `traced` compiles without Inductor's code.
 
@@ -193,6 +197,8 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func._schema.name.split("::")
+        if name in WAITS:
+            self.calls["waits"] += 1
         if name in EVENTS and len(self.events) < 5000:
             back = torch._C._current_graph_task_id() != -1
             self.events.append(f"{'backward ' * back}{name}")
@@ -279,7 +285,7 @@ MUTANTS = {
         RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)
     ),
     "rows that do not fit are lost": lambda: mock.patch.object(
-        RankLayout, "capacity_needed", lambda self: 1.0
+        RankLayout, "capacity_needed", lambda self: (False, 1.0)
     ),
     "scales are of a rank's part": lambda: mock.patch.object(
         RankLayout,
@@ -499,7 +505,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
             "idle": gather(ranks, traffic.calls["exchanges that brought nothing"]),
             "calls": traffic.calls,
             "events": traffic.events,
-            "waits": [calls.call_count for calls in waits],
+            "waits": [*(calls.call_count for calls in waits), traffic.calls["waits"]],
             "built": traffic.most_held,
         }
         if ranks.main:

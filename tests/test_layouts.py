@@ -92,15 +92,18 @@ def test_the_host_waits_once_for_rows_of_a_layer_and_micro_batch(finished):
     steps, evaluations = layouts.steps_of(finished / name), 2
     micro = case.size("--grad-acc-steps")
     assert "--sac-freq" in case.flags
-    assert facts_of(finished, name)["waits"] <= [(len(steps) + evaluations) * micro, 0]
+    assert facts_of(finished, name)["waits"][:2] <= [(len(steps) + evaluations) * micro, 0]
 
 
 def test_with_capacity_the_host_waits_once_a_step(finished):
     """Only evaluations ask in each of two layers, as they do without capacity."""
     names = "dp2-ep2-accumulate", "dp2-ep2-capacity"
-    (asked, none), (left, checks) = (facts_of(finished, name)["waits"] for name in names)
+    (asked, none, *reads), (left, checks, *waits) = (
+        facts_of(finished, name)["waits"] for name in names
+    )
     steps, micro = layouts.CASES[names[1]].steps, 2
     assert (none, checks) == (0, steps) and left == asked - 2 * steps * micro > 0
+    assert waits == reads  # nothing else waits
 
 
 @pytest.mark.parametrize(
@@ -126,13 +129,14 @@ def test_capacity_without_counts_to_wait_for_is_refused(flags):
 
 
 class Roomy(layout.Layout):
-    """Says of each step what capacity it needed."""
+    """Says of all passes of each step whether rows did not fit, and what capacity they needed."""
 
-    def __init__(self, *needs: float):
-        self.capacity_needed, self.needed, self.seen = iter(needs).__next__, None, []
+    def __init__(self, *needs: tuple[bool, float]):
+        self.capacity_needed, self.seen = iter(needs).__next__, []
+        self.padded = False
 
     def plan_rows(self, index, number):
-        self.seen.append(self.needed is not None)
+        self.seen.append(self.padded)
         return super().plan_rows(index, number)
 
 
@@ -143,28 +147,38 @@ def test_a_repeated_step_leaves_what_an_exact_one_leaves():
         "x.json --ep 2 --ep-capacity 1 --grad-acc-steps 2 --amp off --seq-len 16 --warmup-steps 0"
     )
     plan = plan_of(argv.split(), "train_fsdp.py", 2, "cpu", shape)
-    ends = []
-    for needs in ((1.0, 0.5), (1.2, 1.1)):
+    fits, twice = [(False, 1.2), (False, 0.5)], [(True, 9.9), (False, 1.2), (True, 9.9), (False, 1)]
+    ends, n = [], 2 * shape.num_hidden_layers  # exchanges in the passes of a step
+    for again, needs in ((False, fits), (True, twice)):
         result, log = mock.Mock(metrics=Metrics()), StepLog(torch.device("cpu"), 64, [])
         run = mock.Mock(plan=plan, device=torch.device("cpu"), scaler=None, log=log, result=result)
         run.fp8 = Fp8()
-        model = Transformer(shape, 16, layout=(room := Roomy(*needs)))
+        model = Transformer(shape, 16, layout=(room := Roomy(*needs, (True, 9.9))))
         materialize(model, torch.device("cpu"), 0)
         torch.manual_seed(1)
         given = iter([MicroBatch(*torch.randint(97, (2, 2, 16))) for _ in range(4)])
         torch.manual_seed(2)
         passes, left = build_passes(run, model, given), []
+        log.start()
         for step in range(2):
             left.append(passes(step))
+            log.finish(step, "measure", 0.0, 1, None)
             left += [p.grad for p in model.parameters() if p.requires_grad]
             model.zero_grad()
         ends.append([*left, *(mlp.rows for mlp in mixtures(model)), torch.rand(3)])
-        assert result.metrics.repeated_steps == 2 * (max(needs) > 1)
-        assert result.metrics.ep_capacity_needed == max(needs)
-        n = 2 * shape.num_hidden_layers  # of two micro batches; with room, and exact
-        assert room.seen == ([True] * n + [False] * n * (max(needs) > 1)) * 2
-    for once, twice in zip(*ends, strict=True):
-        assert torch.equal(once, twice)
+        assert result.metrics.repeated_steps == 2 * again
+        assert result.metrics.ep_capacity_needed == 1.2
+        assert room.seen == ([True] * n + [False] * n * again) * 2
+        passes(plan.schedule.total)  # only observed
+        assert room.seen[-n - 1 :] == [not again] + [True] * n
+        log.drain()
+        for step in log.steps:
+            parts = step.data_time_s + step.forward_time_s + step.backward_time_s
+            micro = sum(step.micro_batch_times_s)
+            assert len(step.micro_batch_times_s) == 2
+            assert micro == pytest.approx(parts) and (micro < 0.8 * step.step_time_s) == again
+    for once, repeated in zip(*ends, strict=True):
+        assert torch.equal(once, repeated)
 
 
 class Part(layout.Layout):

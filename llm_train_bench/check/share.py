@@ -66,7 +66,7 @@ PLACES = re.compile(r"IFNAME|JOB_ID|FILE|PATH|DIR|HOME|HOST|ADDR|PORT|HCA|(^|_)P
 # Readings that nothing in the file gives.
 READ_METRICS = (
     "peak_allocated_gib peak_reserved_gib peak_rss_gib allocator_retries other_cpu_fraction "
-    "stolen_cpu_fraction"
+    "stolen_cpu_fraction repeated_steps ep_capacity_needed"
 ).split()
 COMPILED_METRICS = "compile_s n_compiled_graphs n_graph_breaks n_recompilations".split()
 # Facts of the environment by their kinds.
@@ -246,7 +246,7 @@ def _private(key: str, value: Any) -> bool:
 # Flags that the first shared results do not have; a later one may leave them out at their defaults.
 LATER_FLAGS = frozenset(
     """pack pack_lengths pack_separator offload_activations lora_rank lora_alpha lora_targets
-    lora_base mtp bf16_weights pp_layers pp_schedule""".split()
+    lora_base mtp bf16_weights pp_layers pp_schedule ep_capacity""".split()
 )
 
 

@@ -75,7 +75,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
         apply_recompute(model, work.recompute)
         apply_offload(model, work.offload, CPU, _Elsewhere())
         if even:
-            even.needed = torch.zeros(()) if work.fsdp.ep_capacity else None
+            even.padded = bool(work.fsdp.ep_capacity)
             apply_fsdp(model, even.connect(CPU, 60.0), work)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),

@@ -412,7 +412,7 @@ class Work:
     def expert_rows(self) -> int:
         """Rows that a rank's experts compute of a micro batch: the mean, or all of `ep_capacity`."""
         k, number = self.config.experts.per_token, self.config.experts.number
-        if self.fsdp.ep_capacity:
+        if self.fsdp.ep_capacity and self.trainer is OUR_TRAINER:
             return self.fsdp.expert_room(self.own_tokens, k, number)[1]
         return self.own_tokens * k
 

@@ -153,8 +153,9 @@ class RankLayout(ReplicaLayout):
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.names: dict[str, Any] = {}  # of the groups
         self.owners: dist.ProcessGroup | None = None  # all that share one copy of the same layers
-        # While it is not None, exchanges have the sizes of `Fsdp.ep_capacity`: what they needed of it.
-        self.needed: Tensor | None = None
+        # Whether exchanges of rows have the sizes of `Fsdp.ep_capacity`, and while it is not None:
+        # whether rows did not fit, and the capacity that they needed.
+        self.padded, self.needed = False, cast(Tensor | None, None)
 
     def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
         """Make the groups of ranks; all ranks call this. Returns the meshes over which FSDP divides.
@@ -364,7 +365,7 @@ class RankLayout(ReplicaLayout):
         if self.ep == 1:
             return super().plan_rows(index, number)
         each = number // self.ep
-        if self.needed is not None:
+        if self.padded:
             room, choices = self.fsdp.expert_room(index.shape[0], index.shape[1], number)
             return RowSizes([room] * self.ep, [room] * self.ep, choices, each, padded=True)
         place = index // each
@@ -386,30 +387,29 @@ class RankLayout(ReplicaLayout):
         there, here, choices = numbers.view(3, -1).tolist()
         return there, here, sum(choices)
 
-    def capacity_needed(self) -> float:
-        """The largest `needed` of all ranks, above `Fsdp.ep_capacity` if rows did not fit.
+    def capacity_needed(self) -> tuple[bool, float]:
+        """`needed` of all ranks: whether rows did not fit, and the largest capacity needed.
 
         It is a step's one wait for the device.
         """
         needed = cast(Tensor, self.needed).clone()
         dist.all_reduce(needed, dist.ReduceOp.MAX)
-        return needed.item()
+        overflow, capacity = needed.tolist()
+        return overflow > 0, capacity
 
-    def _must_fit(self, number: Tensor, room: int, share: float) -> None:
-        if self.needed is not None:
-            needed = number.double() / share  # fp32 would round the capacity
-            # Room is rounded up.
-            enough = needed.clamp(max=self.fsdp.ep_capacity)
-            self.needed = self.needed.maximum(torch.where(number > room, needed, enough))
+    def _note_needed(self, number: Tensor, room: int, share: float) -> None:
+        found = torch.stack((number > room, number / share))
+        self.needed = cast(Tensor, self.needed).maximum(found)
 
     def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         if self.ep == 1:
             return super().send(tokens, index, weights, plan)
         (there, here, _, each, padded), N = plan, len(tokens)
         wanted = self.wanted(index // each)
-        if padded:  # by those that are not wanted
+        if self.needed is not None:
             share = N * self.fsdp.share_sent(index.shape[1], each * self.ep)
-            self._must_fit(wanted.sum(1).max(), there[0], share)
+            self._note_needed(wanted.sum(1).max(), there[0] if padded else N, share)
+        if padded:  # by those that are not wanted
             ranks = torch.arange(self.ep, device=index.device)[:, None]
             order = wanted.argsort(dim=1, descending=True, stable=True)[:, : there[0]]
             order = (N * ranks + order).flatten()
@@ -438,10 +438,11 @@ class RankLayout(ReplicaLayout):
         order = choice.argsort(stable=True)[:choices]  # by expert; those of other ranks come last
         counts = count_rows(choice, each + 1)[:each]
         rows = tokens[order // k]
+        if self.needed is not None:
+            self._note_needed(counts.sum(), choices, N * k)
         if padded:  # zeros, for the last expert
-            self._must_fit(counts.sum(), choices, N * k)
             ends = counts.cumsum(0).clamp(max=choices)
-            ends[-1] = choices
+            ends[-1].fill_(choices)  # an assignment would copy from the host, and wait
             counts = ends.diff(prepend=ends[:1] * 0)
             rows = rows * (choice[order] < each)[:, None]
         if not len(rows):  # the experts' gradients are zeros, not absent

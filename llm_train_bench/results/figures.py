@@ -70,7 +70,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         )
     if m.repeated_steps and m.ep_capacity_needed:
         result.notes.append(
-            f"{m.repeated_steps} steps of the window ran twice, since rows of experts did not fit; use "
+            f"{m.repeated_steps} measured or captured steps ran twice: rows of experts did not fit; use "
             f"--ep-capacity {math.ceil(10 * m.ep_capacity_needed) / 10:g} or more, or leave it out"
         )
     _fill_compile_metrics(result, ranks)

@@ -230,15 +230,26 @@ def _repeated_where_rows_do_not_fit(
 ) -> Passes:
     """The passes of a step, which take micro batches; under --ep-capacity, again if rows did not fit.
 
-    The second time sizes are exact. What the first time left behind is undone.
+    The second time sizes are exact. What the first time left behind is undone. A step that is only
+    observed is not repeated: nothing takes its numbers.
     """
     micro_batches = repeating_last(micro_batches)
-    capacity = run.plan.work.fsdp.ep_capacity
-    if capacity is None:
+    if run.plan.work.fsdp.ep_capacity is None:
         return lambda step: passes(step, micro_batches)
     layout, experts = cast("RankLayout", model.layout), mixtures(model)
     schedule, m = run.plan.schedule, run.result.metrics
     m.repeated_steps = 0
+
+    def noting(padded: bool, step: int, micro_batches: Batches) -> tuple[Tensor, bool]:
+        layout.padded = padded
+        layout.needed = torch.zeros(2, dtype=torch.float64, device=run.device)
+        total = passes(step, micro_batches)
+        overflow, needed = layout.capacity_needed()
+        layout.padded, layout.needed = False, None
+        overflow = overflow and step < schedule.total
+        if schedule.window_begin <= step < schedule.total and not overflow:
+            m.ep_capacity_needed = max(m.ep_capacity_needed or 0.0, needed)
+        return total, overflow
 
     def passes_that_fit(step: int) -> Tensor:
         given: list[MicroBatch] = []
@@ -250,20 +261,18 @@ def _repeated_where_rows_do_not_fit(
 
         state = random_state(run.device)
         rows = [None if mlp.rows is None else mlp.rows.clone() for mlp in experts]
-        layout.needed = torch.zeros((), dtype=torch.float64, device=run.device)
-        total = passes(step, noted())
-        needed, layout.needed = layout.capacity_needed(), None
-        if schedule.window_begin <= step < schedule.window_end:
-            m.repeated_steps = (m.repeated_steps or 0) + (needed > capacity)
-            m.ep_capacity_needed = max(m.ep_capacity_needed or 0.0, needed)
-        if needed <= capacity:
+        total, overflow = noting(True, step, noted())
+        if not overflow:
             return total
+        if step >= schedule.window_begin:
+            m.repeated_steps = (m.repeated_steps or 0) + 1
+        run.log.undo()
         for parameter in model.parameters():
             parameter.grad = None
         for mlp, before in zip(experts, rows, strict=True):
             mlp.rows = before
         set_random_state(state, run.device)
-        return passes(step, iter(given))
+        return noting(False, step, iter(given))[0]
 
     return passes_that_fit
 
