@@ -178,6 +178,11 @@ class _Stage(PipelineStage):
             state: Any = cast(Any, fully_shard).state(self.module)
             state._root_post_backward_final_callback()
 
+    def _get_init_p2p_neighbors_ops(self):
+        ops = super()._get_init_p2p_neighbors_ops()
+        # A V has neighbours on one rank, and gloo sends nothing to itself; torch 2.11 asks for it.
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def get_bwd_send_ops(self, bwd_chunk_id: int):
         gradients = self.bwd_cache[bwd_chunk_id]  # of an input's pass they may have any strides
         self.bwd_cache[bwd_chunk_id] = tuple(g.contiguous() for g in gradients if g is not None)
