@@ -91,8 +91,6 @@ TOKENS = {
 
 # What may run beside an exchange, and when it begins and ends.
 EVENTS = (*TOKENS, "wait_tensor", "mm", "addmm", "_grouped_mm")
-
-
 # What makes the host wait for a GPU: values that are read, copied there, or counted.
 WAITS = ("_local_scalar_dense", "lift_fresh", "nonzero")
 

@@ -124,7 +124,7 @@ def test_capacity_is_a_factor_of_equal_shares_up_to_all_that_can_come(capacity, 
 @pytest.mark.parametrize("flags", ["", "--ep 2 --route balanced"])
 def test_capacity_without_counts_to_wait_for_is_refused(flags):
     argv = f"configs/moe-tiny.json --ep-capacity 2 {flags}".split()
-    with pytest.raises(UsageError, match="waits for no counts"):
+    with pytest.raises(UsageError, match="no other run waits for counts"):
         plan_of(argv, "train_fsdp.py", 2, "cpu")
 
 

@@ -6,7 +6,7 @@ Ulysses (Jacobs et al. 2023), or gathers keys and values (Llama 3, 3.3.2) where 
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -119,21 +119,6 @@ class _Added(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         return _c10d.wait_tensor(_c10d.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
-
-
-class RowSizes(NamedTuple):
-    """Sizes of an exchange of tokens for experts."""
-
-    there: list[int]
-    """Tokens to each of the ep ranks."""
-    here: list[int]
-    """Tokens from each of them."""
-    choices: int
-    """Rows of this rank's experts."""
-    each: int
-    """Experts of a rank."""
-    padded: bool = False
-    """Whether these are what `Fsdp.ep_capacity` has room for, known without asking."""
 
 
 class RankLayout(ReplicaLayout):
@@ -360,20 +345,21 @@ class RankLayout(ReplicaLayout):
     def plan_rows(self, index: Tensor, number: int) -> Any:
         """Tokens to each of the ep ranks and from it, and choices of experts here.
 
-        A token that several experts of a rank want goes there once.
+        A token that several experts of a rank want goes there once. If `padded`, these are the sizes for
+        which there is room, known without asking.
         """
         if self.ep == 1:
             return super().plan_rows(index, number)
         each = number // self.ep
         if self.padded:
             room, choices = self.fsdp.expert_room(index.shape[0], index.shape[1], number)
-            return RowSizes([room] * self.ep, [room] * self.ep, choices, each, padded=True)
+            return ([room] * self.ep, [room] * self.ep, choices), each
         place = index // each
         numbers = torch.stack((self.wanted(place).sum(1), count_rows(place, self.ep)), dim=1)
         # By an operator that selective checkpointing does not keep: a recomputation has the plan.
         theirs = torch.empty_like(numbers)
         dist.all_to_all_single(theirs, numbers, group=self.groups["ep"])
-        return RowSizes(*self.rows_to_send(torch.cat((numbers[:, 0], theirs.T.flatten()))), each)
+        return self.rows_to_send(torch.cat((numbers[:, 0], theirs.T.flatten()))), each
 
     def wanted(self, place: Tensor) -> Tensor:
         """(N, k) ranks of a token's experts to whether each rank wants the token (ep, N), as 0 and 1."""
@@ -404,12 +390,12 @@ class RankLayout(ReplicaLayout):
     def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         if self.ep == 1:
             return super().send(tokens, index, weights, plan)
-        (there, here, _, each, padded), N = plan, len(tokens)
+        ((there, here, _), each), N = plan, len(tokens)
         wanted = self.wanted(index // each)
         if self.needed is not None:
             share = N * self.fsdp.share_sent(index.shape[1], each * self.ep)
-            self._note_needed(wanted.sum(1).max(), there[0] if padded else N, share)
-        if padded:  # by those that are not wanted
+            self._note_needed(wanted.sum(1).max(), there[0] if self.padded else N, share)
+        if self.padded:  # by those that are not wanted
             ranks = torch.arange(self.ep, device=index.device)[:, None]
             order = wanted.argsort(dim=1, descending=True, stable=True)[:, : there[0]]
             order = (N * ranks + order).flatten()
@@ -431,7 +417,7 @@ class RankLayout(ReplicaLayout):
         """Tokens that come from all ranks go through the experts, and their sums back."""
         if self.ep == 1:
             return super().experts(experts, sent, plan)
-        (flights, token, N), (there, here, choices, each, padded) = sent, plan
+        (flights, token, N), ((there, here, choices), each) = sent, plan
         tokens, with_weights = (_Arrived.apply(*flight) for flight in flights)
         k = with_weights.shape[1] // 2
         choice = with_weights[:, k:].detach().long().flatten()
@@ -440,7 +426,7 @@ class RankLayout(ReplicaLayout):
         rows = tokens[order // k]
         if self.needed is not None:
             self._note_needed(counts.sum(), choices, N * k)
-        if padded:  # zeros, for the last expert
+        if self.padded:  # zeros, for the last expert
             ends = counts.cumsum(0).clamp(max=choices)
             ends[-1].fill_(choices)  # an assignment would copy from the host, and wait
             counts = ends.diff(prepend=ends[:1] * 0)

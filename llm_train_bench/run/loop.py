@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import gc
+import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,7 @@ from llm_train_bench.run.life import Run
 from llm_train_bench.run.profiling import build_capture, observed_in, traced
 from llm_train_bench.trace.read_trace import Trace
 
-if TYPE_CHECKING:  # only train_fsdp.py and train_pp.py need these
-    from llm_train_bench.parallel.layout import RankLayout
+if TYPE_CHECKING:  # only train_pp.py needs PyTorch's pipelining
     from llm_train_bench.parallel.pipeline import Pipeline
 
 Batches = Iterator[MicroBatch]
@@ -236,43 +236,32 @@ def _repeated_where_rows_do_not_fit(
     micro_batches = repeating_last(micro_batches)
     if run.plan.work.fsdp.ep_capacity is None:
         return lambda step: passes(step, micro_batches)
-    layout, experts = cast("RankLayout", model.layout), mixtures(model)
-    schedule, m = run.plan.schedule, run.result.metrics
+    layout: Any = model.layout
+    experts, schedule, m = mixtures(model), run.plan.schedule, run.result.metrics
     m.repeated_steps = 0
 
-    def noting(padded: bool, step: int, micro_batches: Batches) -> tuple[Tensor, bool]:
-        layout.padded = padded
-        layout.needed = torch.zeros(2, dtype=torch.float64, device=run.device)
-        total = passes(step, micro_batches)
-        overflow, needed = layout.capacity_needed()
-        layout.padded, layout.needed = False, None
-        overflow = overflow and step < schedule.total
-        if schedule.window_begin <= step < schedule.total and not overflow:
-            m.ep_capacity_needed = max(m.ep_capacity_needed or 0.0, needed)
-        return total, overflow
-
     def passes_that_fit(step: int) -> Tensor:
-        given: list[MicroBatch] = []
-
-        def noted() -> Batches:
-            for batch in micro_batches:
-                given.append(batch)
-                yield batch
-
+        given = list(itertools.islice(micro_batches, run.plan.work.batch.grad_acc_steps))
         state = random_state(run.device)
         rows = [None if mlp.rows is None else mlp.rows.clone() for mlp in experts]
-        total, overflow = noting(True, step, noted())
-        if not overflow:
-            return total
-        if step >= schedule.window_begin:
-            m.repeated_steps = (m.repeated_steps or 0) + 1
-        run.log.undo()
-        for parameter in model.parameters():
-            parameter.grad = None
-        for mlp, before in zip(experts, rows, strict=True):
-            mlp.rows = before
-        set_random_state(state, run.device)
-        return noting(False, step, iter(given))[0]
+        layout.padded = True
+        while True:
+            layout.needed = torch.zeros(2, dtype=torch.float64, device=run.device)
+            total = passes(step, iter(given))
+            overflow, needed = layout.capacity_needed()
+            layout.padded, layout.needed = False, None
+            if not overflow or step == schedule.total:
+                break
+            m.repeated_steps = (m.repeated_steps or 0) + (step >= schedule.window_begin)
+            run.log.undo()
+            for parameter in model.parameters():
+                parameter.grad = None
+            for mlp, before in zip(experts, rows, strict=True):
+                mlp.rows = before
+            set_random_state(state, run.device)
+        if schedule.window_begin <= step < schedule.total:
+            m.ep_capacity_needed = max(m.ep_capacity_needed or 0.0, needed)
+        return total
 
     return passes_that_fit
 
