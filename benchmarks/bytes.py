@@ -281,7 +281,7 @@ class Counter(TorchDispatchMode):
         reads = sum(map(storage_bytes, {id(t): t for t in read}.values()))
         writes = sum(map(storage_bytes, written))
         kind, kernels, flops = "eager", 1, 0.0
-        if name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"):
+        if name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"):
             kind = "matmul"
             a, b = (args[1], args[2]) if "add" in name else (args[0], args[1])
             flops = 2.0 * a.numel() * b.shape[-1]
@@ -365,18 +365,24 @@ def peer_loss(model: Peer, kind: str):
 
 # Our step with --fused-backward, without, and where a matmul cannot add to the head's fp32 gradient.
 OURS = ("ours", "ours-plain", "ours-apart")
-Shape = namedtuple("Shape", "config B T peers")
-LLAMA_PEERS = ("transformers", "litgpt", "torchtitan")
+Shape = namedtuple("Shape", "config depth B T names")
+GPT2 = (*OURS, "transformers", "nanogpt")
+LLAMA = (*OURS, "transformers", "litgpt", "torchtitan")
+MOE = ("ours-plain",)
 SHAPES = {
-    "gpt2-125m": Shape(ROOT / "configs/gpt2-125m.json", 128, 1024, ("transformers", "nanogpt")),
-    "gpt2-1.5b": Shape(ROOT / "configs/gpt2-1.5b.json", 32, 1024, ("transformers", "nanogpt")),
-    "llama-8b": Shape(ROOT / "configs/llama-3.1-8b.json", 5, 4096, LLAMA_PEERS),
+    "gpt2-125m": Shape("gpt2-125m", 12, 128, 1024, GPT2),
+    "gpt2-1.5b": Shape("gpt2-1.5b", 48, 32, 1024, GPT2),
+    "llama-8b": Shape("llama-3.1-8b", 32, 5, 4096, LLAMA),
+    "moe-0.7b": Shape("moe-0.7b", 12, 64, 1024, MOE),
+    "qwen3-30b-a3b, 2 layers": Shape("qwen3-30b-a3b", 2, 2, 4096, MOE),
+    "gpt-oss-20b, 2 layers": Shape("gpt-oss-20b", 2, 2, 4096, MOE),
 }
 
 
 def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
     """Model and loss function."""
-    config = load_config(shape.config)
+    path = ROOT / f"configs/{shape.config}.json"
+    config = load_config(path)
     config = dataclasses.replace(config, num_hidden_layers=depth, windows=config.windows[:depth])
     torch.set_default_dtype(dtype)
     try:
@@ -393,7 +399,7 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
             if name == "transformers":
                 import transformers
 
-                raw = json.loads(shape.config.read_text())
+                raw = json.loads(path.read_text())
                 raw["n_layer" if "n_layer" in raw else "num_hidden_layers"] = depth
                 made = transformers.AutoConfig.for_model(**raw)
                 made._attn_implementation = "sdpa"
@@ -474,10 +480,9 @@ def counted(name: str, shape: Shape, half: bool, verbose: bool) -> dict:
         work = f"{x.bytes / 1e9:8.3f} GB {x.flops / 1e12:7.2f} TF"
         print(f"   {x.phase:9} {x.kind:9} {work} {x.name[:100]}")
     one, two = totals(first), totals(second)
-    depth = load_config(shape.config).num_hidden_layers
     block = {key: two[key] - one[key] for key in one}
     rest = {key: one[key] - block[key] for key in one}
-    whole = {key: rest[key] + depth * block[key] for key in one}
+    whole = {key: rest[key] + shape.depth * block[key] for key in one}
     parts = {"step": whole, "block": block, "rest": rest}
     return {part: {k: round(v, 3) for k, v in sums.items()} for part, sums in parts.items()}
 
@@ -495,7 +500,7 @@ def main() -> None:
     steps = content["steps"]
     for key, format_ in itertools.product(SHAPES, ("autocast", "bf16")):
         shape = SHAPES[key]
-        for name in (*OURS, *shape.peers):
+        for name in shape.names:
             label = f"{key}/{format_}/{name}"
             if args.only and not label.startswith(tuple(args.only)):
                 continue

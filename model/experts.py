@@ -80,6 +80,9 @@ def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -
     return (tokens[:, None] * e.per_token + torch.arange(e.per_token, device=device)) % e.number
 
 
+_eager_grouped_mm: Any = torch.compiler.disable(F.grouped_mm)
+
+
 class Stacked(nn.Module):
     """The matrices (E, out, in) of one linear layer of each expert, and their biases (E, out)."""
 
@@ -90,6 +93,8 @@ class Stacked(nn.Module):
 
     def product(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Rows (R, in) times the weights (E, in, out) of the experts whose rows end there."""
+        if rows.dtype != torch.bfloat16:  # the compiler knows no other
+            return _eager_grouped_mm(rows, weight, offs=ends)
         return F.grouped_mm(rows, weight, offs=ends)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -168,13 +173,14 @@ class MixtureOfExperts(nn.Module):
             balanced = _in_turn(len(x), whole, self.options, self.layout, x.device)
         index, plan = self.passed.popleft() if self.phase == "recall" else (balanced, None)
         scores, index, weights = self.router(tokens, index)
+        counts = count_rows(index, self.options.number)
         rows = tokens if self.latent_down is None else self.latent_down(tokens)
-        coming, plan = self.sent(rows, index, weights.to(x.dtype), plan)
+        coming, plan = self.sent(rows, index, weights.to(x.dtype), counts, plan)
         shared = None if self.shared is None else self.shared(x)  # while rows travel
         y = self.mixed(coming, plan)
         y = y if self.latent_up is None else self.latent_up(y)
         if self.options.aux_loss and torch.is_grad_enabled():
-            y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, index))
+            y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, counts))
         y = y.view_as(x)
         if shared is None:
             return y
@@ -182,21 +188,22 @@ class MixtureOfExperts(nn.Module):
             shared = torch.sigmoid(self.shared_gate(x)) * shared
         return y + shared
 
-    def sent(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> tuple[Any, Any]:
+    def sent(
+        self, tokens: Tensor, index: Tensor, weights: Tensor, counts: Tensor, plan: Any
+    ) -> tuple[Any, Any]:
         """(N, d) tokens, the choice and its weights (N, k) on their way to the experts, and a plan.
 
-        A recomputation has the plan of its forward pass, and so need not ask other ranks, nor wait for
-        the numbers.
+        `counts` (E,) are the rows of each expert. A recomputation has the plan of its forward pass, and
+        so need not ask other ranks, nor wait for the numbers.
         """
         if plan is None:
             key = (index.shape, index.device) if self.balanced and self.layout.ep > 1 else None
             plan = self.same.get(key)
             if plan is None:
-                plan = self.layout.plan_rows(index, self.options.number)
+                plan = self.layout.plan_rows(index, counts)
             if key is not None:
                 self.same[key] = plan
             if self.training:  # validation moves no correction
-                counts = count_rows(index, self.options.number)
                 if self.rows is None or self.rows.device != counts.device:
                     self.rows = torch.zeros_like(counts, dtype=torch.float32)
                 self.rows += counts
@@ -208,14 +215,14 @@ class MixtureOfExperts(nn.Module):
         """What `sent` sent to the weighted sums (N, d) of their experts' outputs."""
         return self.layout.experts(self.experts, sent, plan)
 
-    def balance_loss(self, scores: Tensor, index: Tensor) -> Tensor:
+    def balance_loss(self, scores: Tensor, counts: Tensor) -> Tensor:
         """E x sum of experts' shares of the choices times mean scores (Fedus et al. 2021, eq. 4)."""
         e = self.options
         if e.scores == "sigmoid":
             scores = scores / scores.sum(dim=-1, keepdim=True)
         elif e.scores == "softmax_chosen":
             scores = scores.softmax(dim=-1)
-        share = self.layout.summed(count_rows(index, e.number).float())
+        share = self.layout.summed(counts.float())
         share = share / share.sum()
         return e.aux_loss * e.number * (share * scores.mean(dim=0)).sum()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.operators import OwnFunction
 from llm_train_bench.model.shapes import NO_LORA
 from llm_train_bench.model.shares import cuts, divided
 
@@ -61,6 +62,40 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
+class Permute(OwnFunction):
+    """Tokens (N, d) to one row for each choice (N k, d), in a given order.
+
+    PyTorch's own gradient of this indexing adds rows up one by one. With the inverse order it is a
+    gather and a sum.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens, order, inverse, k):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return tokens[order // k]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (inverse,) = ctx.saved_tensors
+        rows = grads[0][inverse].unflatten(0, (-1, ctx.k))
+        return rows.sum(1, dtype=rows.dtype), None, None, None
+
+
+class Unpermute(OwnFunction):
+    """Rows (R, d) in a given order to their places before it; the gradient is a gather too."""
+
+    @staticmethod
+    def forward(ctx, rows, order, inverse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(order)
+        return rows[inverse]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (order,) = ctx.saved_tensors
+        return grads[0][order], None, None
+
+
 class Layout:
     """The layout of one rank: nothing moves. `tp`, `cp` and `ep` divide heads, tokens and experts."""
 
@@ -87,20 +122,22 @@ class Layout:
         """Attention over all T tokens, of queries, keys and values of `gather`'s."""
         return attend(q, k, v, mask, 0)
 
-    def plan_rows(self, index: Tensor, number: int) -> Any:
-        """What `send` and `experts` need, of the choice (N, k) among a number of experts."""
-        return count_rows(index, number)
+    def plan_rows(self, index: Tensor, counts: Tensor) -> Any:
+        """What `send` and `experts` need, of the choice (N, k) of experts and how often each occurs."""
+        return counts
 
     def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         """(N, d) tokens on their way to the experts chosen for them; only `experts` may read them."""
         order = index.flatten().argsort(stable=True)  # by expert, then by token
-        return tokens[order // index.shape[1]], order, weights
+        places = inverse(order)
+        return Permute.apply(tokens, order, places, index.shape[1]), order, places, weights
 
     def experts(self, experts: nn.Module, sent: Any, plan: Any) -> Tensor:
         """The weighted sums (N, d) of `experts(rows, counts)` of what was sent, wherever they are."""
-        rows, order, weights = sent
-        out = experts(rows, plan)[inverse(order)]
-        return (out.unflatten(0, weights.shape) * weights[..., None]).sum(dim=1)
+        rows, order, places, weights = sent
+        out = Unpermute.apply(experts(rows, plan), order, places)
+        out = out.unflatten(0, weights.shape) * weights[..., None]
+        return out.sum(dim=1, dtype=out.dtype)  # or CUDA's autocast would sum to fp32
 
     def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         """A parameter of that name, or its gradient, whole; all ranks call this."""

@@ -135,9 +135,9 @@ class Roomy(layout.Layout):
         self.capacity_needed, self.seen = iter(needs).__next__, []
         self.padded = False
 
-    def plan_rows(self, index, number):
+    def plan_rows(self, index, counts):
         self.seen.append(self.padded)
-        return super().plan_rows(index, number)
+        return super().plan_rows(index, counts)
 
 
 def test_a_repeated_step_leaves_what_an_exact_one_leaves():

@@ -195,8 +195,8 @@ def test_balance_loss_of_sigmoid_scores_by_hand():
     """Scores are shares of their token's first: 1/4 and 1/2 of the expert that both tokens chose."""
     changes = dict(output_router_logits=True, router_aux_loss_coef=0.5, n_routed_experts=2)
     shape = config("moonlight", **changes, num_experts_per_tok=1)
-    scores, index = torch.tensor([[0.1, 0.3], [0.2, 0.2]]), torch.zeros(2, 1, dtype=torch.int64)
-    loss = Transformer(shape, T).blocks["1"].mlp.balance_loss(scores, index)
+    scores, counts = torch.tensor([[0.1, 0.3], [0.2, 0.2]]), torch.tensor([2, 0])
+    loss = Transformer(shape, T).blocks["1"].mlp.balance_loss(scores, counts)
     assert loss.item() == pytest.approx(0.5 * 2 * 3 / 8)
 
 

@@ -94,9 +94,13 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     for layer, block in model.blocks.items():
         whole = not model.config.has_experts(int(layer))
-        if not whole:  # the experts themselves run eagerly
+        if not whole:  # rows are put in order eagerly
             mlp: Any = block.mlp
-            mlp.sent, mlp.mixed = map(torch.compiler.disable, (mlp.sent, mlp.mixed))
+            mlp.sent = torch.compiler.disable(mlp.sent)
+            if (
+                model.layout.tp * model.layout.ep > 1
+            ):  # experts are gathered apart, and rows exchanged
+                mlp.mixed = torch.compiler.disable(mlp.mixed)
         compiled = torch.compile(block.forward, mode=mode, fullgraph=whole, dynamic=False)
         block.forward = _named(compiled, f"blocks.{layer}")
     # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the

@@ -342,20 +342,20 @@ class RankLayout(ReplicaLayout):
         k, v = (p.unflatten(-1, x.shape[2:]) for p, x in zip(parts, (k, v), strict=True))
         return attend(q, k, v, mask, 0)
 
-    def plan_rows(self, index: Tensor, number: int) -> Any:
+    def plan_rows(self, index: Tensor, counts: Tensor) -> Any:
         """Tokens to each of the ep ranks and from it, and choices of experts here.
 
         A token that several experts of a rank want goes there once. If `padded`, these are the sizes for
         which there is room, known without asking.
         """
         if self.ep == 1:
-            return super().plan_rows(index, number)
-        each = number // self.ep
+            return super().plan_rows(index, counts)
+        each = len(counts) // self.ep
         if self.padded:
-            room, choices = self.fsdp.expert_room(index.shape[0], index.shape[1], number)
+            room, choices = self.fsdp.expert_room(index.shape[0], index.shape[1], len(counts))
             return ([room] * self.ep, [room] * self.ep, choices), each
         place = index // each
-        numbers = torch.stack((self.wanted(place).sum(1), count_rows(place, self.ep)), dim=1)
+        numbers = torch.stack((self.wanted(place).sum(1), counts.view(self.ep, each).sum(1)), dim=1)
         # By an operator that selective checkpointing does not keep: a recomputation has the plan.
         theirs = torch.empty_like(numbers)
         dist.all_to_all_single(theirs, numbers, group=self.groups["ep"])

@@ -147,6 +147,9 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
     if fp8.recipe == "mxfp8" or any(layer.startswith("experts") for layer in fp8.layers):
         _check_version(torchao.__version__, fp8.recipe)
     ends = tuple(f".{names[layer]}" for layer in fp8.layers)
+    # One for all layers: the compiler would compile anew for another.
+    product: Any = functools.partial(grouped_product, fp8.recipe, fp8.emulated)
+    product = torch.compiler.disable(product)
     for part in getattr(model, "stages", [model]):
         found = {
             n: m for n, m in part.named_modules() if n.startswith("blocks.") and n.endswith(ends)
@@ -154,7 +157,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         linear = {name for name, module in found.items() if type(module) is nn.Linear}
         for module in found.values():
             if isinstance(module, Stacked):
-                module.product = functools.partial(grouped_product, fp8.recipe, fp8.emulated)
+                module.product = product
         if fp8.recipe in SCALES and fp8.recipe != "nvfp4" and not work.fsdp.divided:
             convert_to_float8_training(
                 part,
