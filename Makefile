@@ -78,9 +78,10 @@ site-test: $(READY)
 	.venv-site/bin/pip install -q pytest selenium pydantic rich numpy pyyaml
 	.venv-site/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/site_page.py
 
-# Compare every layout of ranks with one device: losses, norms, every gradient; three minutes.
+# Compare every layout of ranks with one device: losses, norms, every gradient; five minutes. With
+# DEVICE=cuda on GPUs, which ranks share (docs/LAYOUTS.md); LAYOUTS="tp2 cp2" or on-gpu runs some.
 layouts: $(READY)
-	$(BIN)/python -m tests.layouts
+	$(BIN)/python -m tests.layouts $(LAYOUTS)
 
 # Every supported combination of flags, including Inductor's code generation: ten minutes.
 test-cells: $(READY)

@@ -51,12 +51,14 @@ from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.fp8.te import TransformerEngineFp8
 from llm_train_bench.apply.optimizer import build_optimizer, gradient_norm, optimizer_step
 from llm_train_bench.apply.precision import LossScaler
+from llm_train_bench.measure.device import pick_device
 from llm_train_bench.model import layers, te, transformer
 from llm_train_bench.model.experts import Router, fullest_expert
 from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.shares import divided
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel import ddp
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
 from llm_train_bench.parallel.layout import Gradients, RankLayout
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather, join, leave
@@ -69,9 +71,10 @@ from tests.faults import whole_state
 from tests.helpers import free_port, plan_of, without_inductor
 
 ENTRYPOINTS = {f"{m.__name__}.py": m for m in (train, train_ddp, train_fsdp, train_pp)}
-OPTIMIZERS = (train, train_fsdp, train_pp)
+OPTIMIZERS = (train, ddp, train_fsdp, train_pp)  # where they build one
 LOOP = "llm_train_bench.run.loop"
 CPU = torch.device("cpu")
+DEVICE = os.environ.get("DEVICE", "cpu")  # of tests/layouts.py
 LLAMA, GPT2 = "tests/configs/llama-small.json", "tests/configs/gpt2-small.json"
 KINDS = {
     "send": ("send", 0),
@@ -520,11 +523,12 @@ def run_jobs(jobs: Iterable[Job], out: Path, gradients=False, check=None) -> Non
         importlib.import_module("torch._inductor.compile_fx")  # as a first compilation would
     gc.freeze()  # every run collects garbage: spare it what the imports left
     for world, same in itertools.groupby(jobs, key=lambda job: job.ranks):
-        if world == 1:
+        if world == 1 and DEVICE == "cpu":
             work(ALONE, same, out, gradients)
-        else:
+        else:  # a process that has used a GPU cannot be forked
             args = world, free_port(), list(same), out, gradients, check
-            start_processes(_run_rank, args, world, start_method="fork")
+            how = "fork" if DEVICE == "cpu" else "spawn"
+            start_processes(_run_rank, args, world, start_method=how)
 
 
 def _run_rank(rank: int, world: int, port: int, jobs, out: Path, gradients, check) -> None:
@@ -532,7 +536,8 @@ def _run_rank(rank: int, world: int, port: int, jobs, out: Path, gradients, chec
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks, path = Ranks(rank, world, rank), out / f"rank{rank}of{world}.log"
     with path.open("a") as log, contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
-        join(ranks, CPU, 300.0)
+        if world > 1:
+            join(ranks, pick_device(DEVICE, rank), 300.0)
         work(ranks, jobs, out, gradients)
         if check:
             check(ranks, out)

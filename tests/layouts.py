@@ -1,6 +1,7 @@
 """Every layout against one device: losses, norms, every gradient, and the parameters at the end.
 
     make layouts               all cases
+    DEVICE=cuda make layouts   on GPUs, which ranks share where there are fewer; LAYOUTS=on-gpu takes three minutes
 
 tests/test_layouts.py runs a short form. Tolerances are of fp32 on a CPU with gloo, over 6 AdamW steps
 with clipping active, and in some models inactive at the end. Under bf16 only the first gradients are
@@ -22,14 +23,15 @@ from safetensors.torch import load_file
 from llm_train_bench.base.documents import index_path
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.formulas.collectives import traffic as traffic_of
-from tests.dist_worker import Job, run_jobs
+from llm_train_bench.measure.device import SHARE_GPU
+from tests.dist_worker import DEVICE, Job, run_jobs
 from tests.faults import steps_of, whole_state
 from tests.helpers import FAMILIES, ROOT, plan_of
 
 STEPS = 6
 COMMON = (
-    "--device cpu --amp off --warmup-steps 1 --lr 2e-3 --lr-warmup-steps 0 --seq-len 32 --no-tensorboard "
-    "--linear plain"
+    f"--device {DEVICE} --amp off --warmup-steps 1 --warmup-seconds 0 --lr 2e-3 --lr-warmup-steps 0 "
+    "--seq-len 32 --no-tensorboard --linear plain"
 ).split()
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=8, num_key_value_heads=4)
@@ -113,6 +115,7 @@ class Case:
     mutant: str = ""
     resumes: str = ""  # the case from whose checkpoint this one goes on
     first: int = 0  # the step of that checkpoint
+    ddp: bool = False
 
     @property
     def steps(self) -> int:
@@ -130,8 +133,8 @@ class Case:
 
     @property
     def script(self) -> str:
-        if self.ranks == 1:
-            return "train.py"
+        if self.ranks == 1 or self.ddp:
+            return "train_ddp.py" if self.ddp else "train.py"
         return "train_pp.py" if "--pp" in self.flags.split() else "train_fsdp.py"
 
 
@@ -146,6 +149,7 @@ FP8 = {
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4")
 }
 CASES = {
+    "ddp2": Case(2, "gpt2", "", ddp=True),
     "tp2": Case(2, "qwen3", "--tp 2"),
     "tp2-biases": Case(2, "gpt2", "--tp 2 --sac-freq 1/1"),
     "tp4": Case(4, "qwen3", "--tp 4 --sac-freq 1/2 --sac-policy op"),
@@ -388,6 +392,12 @@ SHORT = (
     "muon-save muon-resume mutant-scales"
 ).split()
 
+# For three minutes of one GPU: each kind of layout, a checkpoint that another layout resumes, two mutants.
+ON_GPU = (
+    "ddp2 dp2-deepseek tp2 cp2 ep2 pp2 dp2-tp2 tp2-cp2 pp2-dp2 hsdp2x2-ep2-reduce-last ep4 "
+    "tp2-save cp2-resume-tp2 mutant-divided mutant-tied"
+).split()
+
 
 def flags_of(case: Case, out: Path) -> list[str]:
     """The command line of a case; its batch makes the same global batch as one device's."""
@@ -526,7 +536,8 @@ def compare(name: str, out: Path) -> Difference:
         assert bool(metrics["repeated_steps"]) == ("overflow" in name)
     # Nothing is seen of compiled steps, and what ran twice moved more.
     if case.ranks > 1 and "--pt-compile" not in case.flags and not metrics["repeated_steps"]:
-        work = plan_of(flags_of(case, out), case.script, case.ranks, "cpu").work
+        platform = "cpu" if DEVICE == "cpu" else "nvidia"
+        work = plan_of(flags_of(case, out), case.script, case.ranks, platform).work
         assert work.fsdp.ulysses == ("gather" not in name)
         kinds = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
         kinds += ["send"] if work.fsdp.pp > 1 else []
@@ -550,6 +561,9 @@ def compare(name: str, out: Path) -> Difference:
 
 def main() -> int:
     names, failed = sys.argv[1:] or list(CASES), []
+    names = ON_GPU if names == ["on-gpu"] else names
+    if DEVICE == "cuda":
+        os.environ.setdefault(SHARE_GPU, "1")
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(ROOT)
         run_cases(names, out := Path(directory))

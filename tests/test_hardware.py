@@ -14,7 +14,7 @@ import torch
 
 import estimate
 from benchmarks import gemm
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import OwnError, UsageError
 from llm_train_bench.base.hardware import (
     HARDWARE_FILE,
     devices,
@@ -27,6 +27,9 @@ from llm_train_bench.base.hardware import (
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.measure import device
 from llm_train_bench.measure.matmul_rate import device_tflops
+from llm_train_bench.parallel.ranks import Ranks
+from llm_train_bench.results.schema import Result
+from llm_train_bench.run import launch, window
 from tests import fuzz
 from tests.helpers import trained
 
@@ -129,6 +132,39 @@ def test_why_there_is_no_gpu(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", hip)
         with pytest.raises(UsageError, match=why):
             device.pick_device("cuda")
+
+
+def test_ranks_share_a_gpu_only_where_asked_and_where_nccl_can(monkeypatch):
+    for name, answer in {"is_available": True, "device_count": 2, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    assert device.pick_device("cuda", 1) == torch.device("cuda", 1)
+    with pytest.raises(OwnError, match="sees no GPU for itself, only 2 in all.*_ENABLE=1 lets ranks"):
+        device.pick_device("cuda", 2)
+    monkeypatch.setenv(device.SHARE_GPU, "1")
+    monkeypatch.setattr(device.nccl, "version", lambda: (2, 30, 7))
+    with pytest.raises(OwnError, match=r"NCCL 2\.30\.7 does not let ranks share a GPU"):
+        device.pick_device("cuda", 2)
+    assert device.pick_device("cuda", 1) == torch.device("cuda", 1)
+    monkeypatch.setattr(device.nccl, "version", lambda: (2, 31, 2))
+    assert device.pick_device("cuda", 5) == torch.device("cuda", 1)
+    monkeypatch.setattr(launch, "memory_gib", lambda _: 80.0)
+    ranks = Ranks(5, 6, 5)
+    assert launch.free_gib(torch.device("cuda", 1), ranks) == pytest.approx(80 / 3)
+    monkeypatch.delenv(device.SHARE_GPU)
+    assert launch.free_gib(torch.device("cuda", 1), ranks) == 80  # of another machine
+
+
+def test_a_result_of_ranks_that_share_a_gpu_is_marked(monkeypatch, tmp_path):
+    """Two ranks on one GPU are not those on the GPUs of two machines, though each is its machine's first."""
+    for uuids, shared in ((("GPU-1", "GPU-1"), True), (("GPU-1", "GPU-2"), False)):
+        hosts = [("box", pid, uuid) for pid, uuid in enumerate(uuids)]
+        told = lambda _, value, hosts=hosts: hosts if isinstance(value, tuple) else [value]  # noqa: E731
+        monkeypatch.setattr(window, "gather", told)
+        flags = "configs/gpt2-tiny.json --device cpu --bsz 1 --seq-len 8 --n-steps 1 --warmup-steps 1"
+        r = trained(tmp_path / uuids[1], flags, "--warmup-seconds 0 --no-tensorboard")
+        assert ("ranks share a GPU" in r["unfit_reasons"]) == shared
+        assert any(note.startswith("2 ranks share a GPU") for note in r["notes"]) == shared
+        assert ("ranks share a GPU" in Result.model_validate(r).unfit) == shared
 
 
 def test_ranks_share_the_threads_of_a_cpu(own_hardware, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from llm_train_bench.base.errors import OwnError, UsageError
 from llm_train_bench.base.machine import Platform, cpu_name
@@ -27,13 +28,38 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     n = torch.cuda.device_count()
     if local_rank >= n:
-        raise OwnError(
-            f"rank {local_rank} of this machine sees no GPU for itself, only {n} in all; start one rank "
-            "per GPU, and let each see all of them (srun: --gpu-bind=none, not --gpus-per-task)"
-        )
-    device = torch.device("cuda", local_rank)
+        check_sharing(local_rank, n)
+    device = torch.device("cuda", local_rank % n)
     torch.cuda.set_device(device)
     return device
+
+
+# NCCL's own variable, with which ranks may share a GPU, and the first version that has it.
+SHARE_GPU, SHARES_FROM = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 31)
+
+
+def check_sharing(local_rank: int, n: int) -> None:
+    """OwnError unless a rank beyond the n GPUs of its machine may share one."""
+    if os.environ.get(SHARE_GPU) != "1":
+        raise OwnError(
+            f"rank {local_rank} of this machine sees no GPU for itself, only {n} in all; start one rank "
+            "per GPU, and let each see all of them (srun: --gpu-bind=none, not --gpus-per-task). "
+            f"{SHARE_GPU}=1 lets ranks share GPUs, to test layouts (docs/LAYOUTS.md)"
+        )
+    version = nccl.version()
+    if torch.version.hip or version < SHARES_FROM:
+        library = "RCCL" if torch.version.hip else f"NCCL {'.'.join(map(str, version))}"
+        raise OwnError(
+            f"{SHARE_GPU}=1: {library} does not let ranks share a GPU; NCCL 2.31 does (docs/LAYOUTS.md)"
+        )
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """What tells a GPU from all others; None for a CPU, and where PyTorch cannot tell."""
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
 
 
 def platform_of(device: torch.device) -> Platform:

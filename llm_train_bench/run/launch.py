@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import math
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from llm_train_bench.base.errors import DoesNotFit, Interrupted, UsageError
 from llm_train_bench.base.machine import n_cores
 from llm_train_bench.formulas.memory_model import MEMORY_ERROR, estimate_memory, largest_batch
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.measure.device import GIB, memory_gib, pick_device, platform_of
+from llm_train_bench.measure.device import GIB, SHARE_GPU, memory_gib, pick_device, platform_of
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
 from llm_train_bench.run import failures
 from llm_train_bench.run.hang import HangWatch
@@ -85,11 +86,14 @@ def refuse_impossible(work: Work, device: torch.device) -> None:
 
 
 def free_gib(device: torch.device, ranks: Ranks) -> float | None:
-    """Memory that a rank may plan with [GiB]: a GPU's, or its share of half of a CPU's machine."""
-    has = memory_gib(device)
-    if device.type == "cuda" or not has:
-        return has
-    return has / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    """Memory that a rank may plan with [GiB]: its share of a GPU's, or of half of a CPU's machine."""
+    has, here = memory_gib(device), int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    if not has:
+        return None
+    if device.type == "cpu":
+        return has / 2 / here
+    shares = os.environ.get(SHARE_GPU) == "1"
+    return has / math.ceil(here / torch.cuda.device_count()) if shares else has
 
 
 def check_fit(work: Work, has: float) -> Iterator[str]:

@@ -81,6 +81,9 @@ class RunRecord:
         name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
         path = self.directory / name
         self.window = Window(self.device, self.ranks, self.cuda_graphs, path, self.history)
+        if (n := self.window.ranks_on_a_gpu) > 1:
+            self.result.unfit_reasons.append("ranks share a GPU")
+            self.result.notes.append(f"{n} ranks share a GPU: the figures say nothing of its speed")
         self.ending = threading.Lock()
         if self.file:
             self.file.write(self.result)

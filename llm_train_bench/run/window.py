@@ -2,12 +2,13 @@
 
 import os
 import platform
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 from llm_train_bench.apply.compile import compile_counts
-from llm_train_bench.measure.device import cpu_seconds, peak_memory, reset_peak_memory
+from llm_train_bench.measure.device import cpu_seconds, gpu_of, peak_memory, reset_peak_memory
 from llm_train_bench.measure.matmul_rate import device_tflops, heat
 from llm_train_bench.measure.memory import AllocatorRecord
 from llm_train_bench.measure.power import PowerMeter
@@ -26,8 +27,10 @@ class Window:
         self, device: torch.device, ranks: Ranks, cuda_graphs: bool, pickle: Path, history: bool
     ):
         self.device, self.ranks, self.cuda_graphs = device, ranks, cuda_graphs
-        processes = gather(ranks, (platform.node(), os.getpid()))
-        family = {pid for host, pid in processes if host == platform.node()}
+        processes = gather(ranks, (platform.node(), os.getpid(), gpu_of(device)))
+        family = {pid for host, pid, _ in processes if host == platform.node()}
+        gpus = [(host, gpu) for host, _, gpu in processes if gpu]
+        self.ranks_on_a_gpu = max(Counter(gpus).values(), default=1)
         self.power = PowerMeter(device, family)
         self.allocator = AllocatorRecord(pickle, history) if device.type == "cuda" else None
         self.probe_tflops = None
