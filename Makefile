@@ -1,6 +1,6 @@
 # make demo      train a small Llama on Python's own standard library, on the CPU or a GPU
 # make test      lint and all tests that need no GPU
-# make gpu-check the tests that need a GPU, then the benchmarks for a GPU
+# make on-gpu    what matters most on a GPU, in MINUTES (9): benchmarks/on_gpu.py
 # make bench     the benchmarks of the project itself; results go to benchmarks/results/
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,8 +8,8 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test parity layouts test-cells test-oldest test-newest test-track site-test docs records pictures lint bytes faults fuzz mutants bench gpu-machine gpu-exact gpu-facts \
-  gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test cluster-test clean
+.PHONY: demo test parity layouts test-cells test-oldest test-newest test-track site-test docs records pictures lint bytes peers faults fuzz mutants bench on-gpu \
+  gpu-bench cpu-baselines image-test cluster-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -87,11 +87,21 @@ layouts: $(READY)
 test-cells: $(READY)
 	LLM_TRAIN_BENCH_ALL_CELLS=1 $(BIN)/python -m pytest tests/test_combinations.py
 
-# Count bytes and kernels of a step on an H200, of ours and other trainers, without a GPU: ten minutes.
+# Other trainers, without the libraries that only their downloads need. NANOGPT is a checkout of it.
+PEERS = litgpt==0.5.13 torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
+
+# Ours beside them on this machine: 40 minutes; MORE="--rounds 1" fewer.
+peers:
+	$(MAKE) .venv-peers/.ready VENV=.venv-peers
+	.venv-peers/bin/python -m pip install -q --no-deps $(PEERS)
+	.venv-peers/bin/python benchmarks/peers.py $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(MORE)
+
+# Count bytes and kernels of a step on an H200, of ours and other trainers, without a GPU: fifteen minutes.
 bytes:
 	$(MAKE) .venv-oldest/.ready VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	.venv-oldest/bin/python -m pip install -q --no-deps $(firstword $(PEERS))
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q tests/test_kernels.py
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -W ignore benchmarks/bytes.py
+	OMP_NUM_THREADS=1 NANOGPT=$(NANOGPT) .venv-oldest/bin/python -W ignore benchmarks/bytes.py
 
 # Changed files for every reader: a million cases, or CASES of each kind in KINDS.
 fuzz: $(READY)
@@ -110,20 +120,17 @@ each = @failed=; for name in $(2); do echo "== $$name"; case $$name in \
 	*) $(1) benchmarks/$$name.py;; esac || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 FORMATS = gpt2-125m:128:1024 gpt2-1.5b:32:1024 llama-3.1-8b-proxy:8:4096 llama-8b-16:5:4096 llama-70b-proxy:4:4096
-GPU_BENCHES = gemm numerics overhead loss recompute:gpt2-1.5b:16:1024 recompute:llama-70b-proxy:2:4096 \
-  $(FORMATS:%=number-formats:%) peers
-BENCHES = loss overhead peers numerics gemm recompute:llama-tiny:4:256 gate
+GPU_BENCHES = gemm numerics overhead recompute:gpt2-1.5b:16:1024 recompute:llama-70b-proxy:2:4096 \
+  $(FORMATS:%=number-formats:%)
+BENCHES = overhead numerics gemm recompute:llama-tiny:4:256 gate
 
-# With a Python that has torch for CUDA or ROCm: make gpu-facts PY=python3 OUT=folder. Each command takes at most
-# nine minutes and leaves one archive in OUT. For gpu-test, PART selects tests (transformer_engine, torchao,
-# "gpu and not torchao"), and JOBS=4 runs four at a time.
+# With a Python that has torch for CUDA or ROCm: make on-gpu PY=python3 PARTS="mission peers" MINUTES=9 OUT=folder.
 PY ?= $(BIN)/python
-gpu-machine gpu-exact gpu-facts gpu-compare gpu-test: gpu-%: $(if $(filter $(BIN)/python,$(PY)),$(READY))
-	PY="$(PY)" OUT="$(OUT)" PART="$(PART)" JOBS="$(JOBS)" benchmarks/gpu.sh $*
+on-gpu: $(if $(filter $(BIN)/python,$(PY)),$(READY))
+	$(PY) benchmarks/on_gpu.py $(PARTS) --minutes $(or $(MINUTES),9) --output-dir $(or $(OUT),gpu-results) \
+	    $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
-# The tests, then the benchmarks for a GPU: two to three hours.
-gpu-check: gpu-test gpu-bench
-
+# The benchmarks that take longer than on-gpu: two hours.
 gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	$(call each,$(PY),$(GPU_BENCHES))
 
@@ -146,4 +153,4 @@ cpu-baselines: $(READY)
 	$(BIN)/python compare.py sweeps/cpu-baselines/runs --baseline configs/baselines.json --update-baselines
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-track .venv-ray .venv-sky .mutants build data runs *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-peers .venv-track .venv-ray .venv-sky .mutants build data runs *.egg-info

@@ -1,6 +1,6 @@
 """Bytes, matmul FLOPs and kernels of a training step on an H200, counted on a machine without a GPU.
 
-    python benchmarks/bytes.py [--only SHAPE/FORMAT/NAME ...] [--list]     (`make bytes`)
+    make bytes NANOGPT=CHECKOUT     (python benchmarks/bytes.py [--only SHAPE/FORMAT/NAME ...] [--list])
 
 It needs a CUDA build of torch 2.11. Our step, and those of transformers, nanoGPT, litgpt and torchtitan,
 run under PyTorch's fake CUDA tensors, through the real torch.compile for sm_90. What Inductor generates
@@ -20,6 +20,8 @@ import ast
 import contextlib
 import ctypes
 import dataclasses
+import functools
+import importlib
 import itertools
 import json
 import math
@@ -90,7 +92,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import ROOT, parser_of, show
-from benchmarks.peer_models import Peer
+from benchmarks.peer_models import Titan, build_litgpt, build_nanogpt, compile_blocks
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
 from llm_train_bench.model import loss as loss_module
@@ -101,6 +103,7 @@ from llm_train_bench.model.triton_kernels import PROGRAM_ROWS, norm_programs
 from llm_train_bench.settings.flags import OptimizerFlags
 
 RESULTS = ROOT / "benchmarks/results/bytes.json"
+NANOGPT = os.environ.get("NANOGPT", "")  # a checkout
 BANDWIDTH, MATMUL_RATE = 4.1e12, 720e12  # reached on an H200: bytes and bf16 operations per second
 
 H200 = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, warp_size=32, gcnArchName="")
@@ -329,23 +332,9 @@ def summed_loss(logits, labels):
     return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=-100)
 
 
-def peer_loss(model: Peer, kind: str):
-    """A function of tokens and labels to the loss, compiled as the peer's own training script does."""
-    if kind == "nanogpt":
-        return torch.compile(model)
-    if kind == "litgpt":
-        compiled = torch.compile(lambda tokens: model.head(model.hidden(tokens)))
-
-        def loss(tokens, labels):  # chunks of 128 rows, of logits that exist
-            rows = compiled(tokens).flatten(0, 1).split(128)
-            parts = zip(rows, labels.flatten().split(128), strict=True)
-            losses = [F.cross_entropy(a, b, ignore_index=-100, reduction="none") for a, b in parts]
-            count = (labels != -100).sum()
-            return torch.cat(losses).sum() / count.maximum(torch.ones_like(count))
-
-        return loss
-    for block in model.blocks:
-        block.compile(fullgraph=True)
+def chunked_loss(model: Titan):
+    """A function of tokens and labels to torchtitan's loss, compiled as its training script does."""
+    compile_blocks(model)
     compiled = torch.compile(summed_loss)
 
     def chunked(tokens, labels):  # eight chunks, each with its backward at once
@@ -409,8 +398,15 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
                 model.tie_weights()
                 compiled = torch.compile(model)
                 return model, lambda x, y: compiled(input_ids=x, labels=y, use_cache=False).loss
-            model = Peer(config, name, shape.T)
-            return model, peer_loss(model, name)
+            if name == "nanogpt":
+                model = build_nanogpt(config, NANOGPT, "cuda")
+                compiled = torch.compile(model)
+                return model, lambda x, y: compiled(x, y)[1]
+            if name == "litgpt":
+                model, loss = build_litgpt(config, shape.T, "cuda")
+                return model, functools.partial(loss, torch.compile(model))
+            model = Titan(config, shape.T)
+            return model, chunked_loss(model)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -492,9 +488,12 @@ COLUMNS = {"elementwise_gb": 1, "gb": 0, "kernels": 0, "ms": 0}
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="SHAPE/FORMAT/NAME, or its beginning")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="SHAPE/FORMAT/NAME, or its beginning"
+    )
     parser.add_argument("--list", action="store_true", help="show every kernel of 20 MB or more")
     args = parser.parse_args()
+    importlib.import_module("litgpt.model")  # while there is no GPU yet
     pretend()
     content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"steps": {}}
     steps = content["steps"]
@@ -502,7 +501,7 @@ def main() -> None:
         shape = SHAPES[key]
         for name in shape.names:
             label = f"{key}/{format_}/{name}"
-            if args.only and not label.startswith(tuple(args.only)):
+            if not label.startswith(tuple(args.only)) or (name == "nanogpt" and not NANOGPT):
                 continue
             steps[label] = counted(name, shape, format_ == "bf16", args.list)
             print(label, steps[label]["step"], flush=True)

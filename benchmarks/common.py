@@ -2,8 +2,10 @@
 
 import argparse
 import datetime
+import importlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,7 @@ from llm_train_bench.measure.device import device_name
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel.ranks import ALONE
+from llm_train_bench.parallel.ranks import ALONE, Ranks
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
 from llm_train_bench.run.launch import train_planned
@@ -33,7 +36,7 @@ from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 LR, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
 LONGEST_RUN_S = 420  # twice 40 steps of three seconds and their compilation
 
@@ -77,16 +80,20 @@ def interleave(
     return times
 
 
-def run_train(*argv: object) -> Result:
-    """The result of `train.py ARGV...`, run in this process."""
-    import train
-
+def run_train(*argv: object, script: str = "train.py", out: str | Path | None = None) -> Result:
+    """The result of `SCRIPT ARGV...`, run in this process, alone or as torchrun's only rank."""
     # Dynamo refuses to compile one function for more than eight models, as it should in one run.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    with tempfile.TemporaryDirectory() as out:
-        train_planned(train.train, [*map(str, argv), "--output-dir", out], "train.py", ALONE)
-        return result_below(out)
+    ranks = ALONE if script == "train.py" else Ranks(0, 1, 0)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")  # any: nobody else comes
+    with tempfile.TemporaryDirectory() as temporary:
+        words = [*map(str, argv), "--output-dir", str(out or temporary)]
+        train = importlib.import_module(script.removesuffix(".py")).train
+        with mock.patch("sys.argv", [script, *words]):  # the result has it
+            train_planned(train, words, script, ranks)
+        return result_below(out or temporary)
 
 
 def result_below(directory: str | Path) -> Result:

@@ -1,109 +1,257 @@
-"""Models of peers, written anew to their present code, for benchmarks/peers.py and bytes.py.
+"""Models of other trainers with our weights, for benchmarks/peers.py and bytes.py.
 
-nanoGPT's GPT-2, and the Llama blocks of litgpt and torchtitan. They take the tensors of our own model,
-so that all start from the same weights.
+The real packages: transformers, with Liger too, litgpt, torchtitan, and nanoGPT from a checkout.
+torchtitan needs torch 2.13: for an older one its Llama is rewritten here, and is called so.
 """
 
+# pyright: reportMissingImports=false
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import FSDPModule
+from transformers.models.llama import modeling_llama as llama
 
-from llm_train_bench.model.config import ModelConfig
+from benchmarks.common import fresh_model
+from llm_train_bench.model.config import ModelConfig, load_config
+
+ROPE = llama.apply_rotary_pos_emb
+REWRITTEN = "torchtitan (rewritten)"
+Loss = Callable[[Callable[..., Any], Tensor, Tensor], Tensor]
 
 
-class WideRMSNorm(nn.Module):
-    """litgpt's norm: computed in fp32, returned in the input's format."""
+class Contestant(NamedTuple):
+    """A peer's model, and how its users run it."""
 
-    def __init__(self, d: int, eps: float = 1e-5):
+    module: nn.Module
+    loss: Loss
+    """Of the module or what `compile` made of it, inputs and labels (B, T) to the mean loss."""
+    compile: Callable[[nn.Module], Callable[..., Any]] = torch.compile
+    sharded: bool = False
+    """It casts its parameters when it gathers them: no autocast, no DDP."""
+
+
+def peers_of(family: str, nanogpt: str | None, gpu: bool) -> list[str]:
+    """The peers that train a family, `gpt2` or `llama`, and are there; nanogpt with its checkout."""
+    has = importlib.util.find_spec
+    if family == "gpt2":
+        return ["transformers"] + [f"nanogpt={nanogpt}"] * bool(nanogpt)
+    names = ["transformers"] + ["liger"] * bool(gpu and has("liger_kernel"))
+    names += ["litgpt"] * bool(has("litgpt"))
+    real = has("torchtitan") and torch.__version__ >= "2.13"
+    return [*names, "torchtitan" if real else REWRITTEN]
+
+
+def load(
+    peer: str, directory: Path, T: int, device: torch.device, compiled: bool, amp: str
+) -> Contestant:
+    """A peer of `peers_of` with the weights of a Hugging Face checkpoint."""
+    c, weights = load_config(directory / "config.json"), load_file(directory / "model.safetensors")
+    kind, _, checkout = peer.partition("=")
+    if peer == REWRITTEN:
+        model = Titan(c, T).to(device)
+        model.load(fresh_model(directory / "config.json", T, device).state_dict())
+        return Contestant(model, lambda m, x, y: m(x, y), compile_blocks)
+    if kind == "nanogpt":
+        model = build_nanogpt(c, checkout, device)
+        layers = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # theirs are transposed
+        theirs = {n: w.t() if n.endswith(layers) else w for n, w in weights.items()}
+        model.load_state_dict(theirs | {"lm_head.weight": theirs["transformer.wte.weight"]})
+        set_gelu(model, "tanh")
+        return Contestant(model, lambda m, x, y: m(x, y)[1])
+    if kind == "litgpt":
+        from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
+
+        (model, loss), theirs = build_litgpt(c, T, device), {}
+        copy_weights_hf_llama(model.config, {}, theirs, weights)
+        model.load_state_dict(theirs)
+        return Contestant(model, loss)
+    if kind == "torchtitan":
+        return load_torchtitan(c, weights, T, device, compiled, amp)
+    llama.apply_rotary_pos_emb = ROPE  # Liger exchanges it for all models
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
+    model = model.to(device).train()
+    if kind == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    more = {"use_cache": False}
+    return Contestant(model, lambda m, x, y: m(input_ids=x, labels=x, shift_labels=y, **more).loss)
+
+
+def compile_blocks(model: nn.Module) -> nn.Module:
+    for block in model.get_submodule("blocks").children():
+        block.compile(fullgraph=True)
+    return model
+
+
+def build_litgpt(c: ModelConfig, T: int, device: torch.device | str) -> tuple[Any, Loss]:
+    """As litgpt/pretrain.py: the model is compiled, the loss is taken of its logits in chunks of 128."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+    from litgpt.utils import chunked_cross_entropy
+
+    config = Config(
+        block_size=T, vocab_size=c.vocab_size, padded_vocab_size=c.vocab_size, n_embd=c.hidden_size,
+        n_layer=c.num_hidden_layers, n_head=c.num_attention_heads,
+        n_query_groups=c.num_key_value_heads, intermediate_size=c.intermediate_size,
+        norm_class_name="RMSNorm", norm_eps=c.norm_eps, mlp_class_name="LLaMAMLP",
+        parallel_residual=False, bias=False, rotary_percentage=1.0, rope_base=int(c.rope_theta),
+    )  # fmt: skip
+    with torch.device(device):
+        return GPT(config), lambda m, x, y: chunked_cross_entropy(m(x), y)
+
+
+def load_torchtitan(
+    c: ModelConfig, weights: dict, T: int, device: torch.device, compiled: bool, amp: str
+) -> Contestant:
+    """As torchtitan/trainer.py: FSDP2 on one rank too, blocks compiled, head and loss in chunks."""
+    if importlib.util.find_spec("triton") is None:  # kernels for experts, which are imported always
+        sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = mock.MagicMock()
+    from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims, utils
+    from torchtitan.models import llama3
+    from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    gpu, d, V = device.type == "cuda", c.hidden_size, c.vocab_size
+    if not dist.is_initialized():
+        store = {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if gpu else "gloo", **store)
+    layers = llama3._build_llama3_layers(
+        n_layers=c.num_hidden_layers, dim=d, n_heads=c.num_attention_heads,
+        n_kv_heads=c.num_key_value_heads, hidden_dim=c.intermediate_size, attn_backend="flex",
+        rope=ComplexRoPE.Config(dim=c.head_dim, max_seq_len=T, theta=c.rope_theta),
+    )  # fmt: skip
+    for layer in layers:
+        layer.attention_norm.eps = layer.ffn_norm.eps = c.norm_eps
+        if not gpu:  # FlexAttention has no backward there
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config = llama3.Llama3Model.Config(
+        dim=d, vocab_size=V, layers=layers, norm=RMSNorm.Config(normalized_shape=d, eps=c.norm_eps),
+        tok_embeddings=Embedding.Config(num_embeddings=V, embedding_dim=d),
+        lm_head=Linear.Config(in_features=d, out_features=V),
+    )  # fmt: skip
+    with device:
+        model: Any = config.build()
+    model.load_state_dict(llama3.Llama3StateDictAdapter(config, None).from_hf(weights))
+    model._skip_lm_head = True
+    world, backend = dist.get_world_size(), "partial_dtensor"
+    utils.set_spmd_backend(backend)
+    parallel_dims.device_type = device.type
+    dims = ParallelDims(
+        dp_replicate=1,
+        dp_shard=world,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=1,
+        world_size=world,
+        spmd_backend=backend,
+    )
+    dims.build_mesh()
+    compiling = CompileConfig(enable=compiled)
+    llama3.parallelize_llama(
+        model, parallel_dims=dims, parallelism=ParallelismConfig(spmd_backend=backend),
+        training=TrainingConfig(mixed_precision_param="float32" if amp == "off" else "bfloat16"),
+        compile_config=compiling, ac_config=None, dump_folder=".",
+    )  # fmt: skip
+    for module in model.modules() if not gpu else ():
+        if isinstance(module, FSDPModule):  # gloo has no sum of scaled numbers
+            module.set_force_sum_reduction_for_comms(True)
+    loss = ChunkedLossWrapper.Config().build(compile_config=compiling)
+    loss.set_lm_head(model.lm_head)
+
+    def loss_of(module, inputs, labels):
+        more = {}
+        if gpu:
+            positions = torch.arange(T, device=device).expand(len(inputs), T)
+            more = {"positions": positions, "attention_masks": model.get_attention_masks(positions)}
+        # Gradients are summed over the ranks; the chunks' are computed before this last factor.
+        return loss(module(inputs, **more), labels, world * labels.numel())[0] * world
+
+    return Contestant(model, loss_of, lambda module: module, sharded=True)
+
+
+def build_nanogpt(c: ModelConfig, checkout: str, device: torch.device | str) -> Any:
+    """The model of nanoGPT's model.py."""
+    spec: Any = importlib.util.spec_from_file_location("nanogpt", Path(checkout) / "model.py")
+    nanogpt = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(nanogpt)
+    config = nanogpt.GPTConfig(
+        block_size=c.max_position_embeddings, n_layer=c.num_hidden_layers, n_embd=c.hidden_size,
+        n_head=c.num_attention_heads, vocab_size=c.vocab_size, dropout=0.0, bias=True,
+    )  # fmt: skip
+    with torch.device(device):
+        return nanogpt.GPT(config)
+
+
+def set_gelu(model: nn.Module, approximate: str) -> None:
+    """Let all MLPs of nanoGPT have that GELU: GPT-2's is `tanh`, nanoGPT's own `none`."""
+    for module in model.modules():
+        if hasattr(module, "gelu"):
+            module.gelu = nn.GELU(approximate)
+
+
+class TitanBlock(nn.Module):
+    """A residual block of torchtitan's Llama."""
+
+    def __init__(self, c: ModelConfig):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(d)), eps
+        self.c, d, f = c, c.hidden_size, c.intermediate_size
+        self.norm_1, self.norm_2 = (nn.RMSNorm(d, eps=c.norm_eps) for _ in range(2))
+        self.qkv = nn.Linear(d, c.query_size + 2 * c.kv_size, bias=False)
+        self.out = nn.Linear(c.query_size, d, bias=False)
+        self.gate, self.up = (nn.Linear(d, f, bias=False) for _ in range(2))
+        self.down = nn.Linear(f, d, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt((wide * wide).mean(dim=-1, keepdim=True) + self.eps)
-        return (normed * self.weight.float()).to(x.dtype)
-
-
-NORMS = {"nanogpt": nn.LayerNorm, "litgpt": WideRMSNorm, "torchtitan": nn.RMSNorm}
-
-
-class PeerBlock(nn.Module):
-    """A residual block as nanoGPT (GPT-2), litgpt or torchtitan (Llama) computes it."""
-
-    def __init__(self, c: ModelConfig, kind: str):
-        super().__init__()
-        self.c, self.kind = c, kind
-        # GPT-2's own, by which all can be compared. nanoGPT's users run the exact one: "none".
-        self.gelu = "tanh"
-        d, gpt = c.hidden_size, kind == "nanogpt"
-        norm = NORMS[kind]
-        self.norm_1, self.norm_2 = norm(d, eps=c.norm_eps), norm(d, eps=c.norm_eps)
-        self.qkv = nn.Linear(d, c.query_size + 2 * c.kv_size, bias=gpt)
-        self.out = nn.Linear(c.query_size, d, bias=gpt)
-        self.up = nn.Linear(d, c.intermediate_size, bias=gpt)
-        self.gate = None if gpt else nn.Linear(d, c.intermediate_size, bias=False)
-        self.down = nn.Linear(c.intermediate_size, d, bias=gpt)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.attend(self.norm_1(x), rope)
-        h = self.norm_2(x)
-        if self.gate is None:
-            h = F.gelu(self.up(h), approximate=self.gelu)
-        else:
-            h = F.silu(self.gate(h)) * self.up(h)
-        return x + self.down(h)
-
-    def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(B, T, d) to (B, T, d)."""
-        B, T, _ = x.shape
-        widths = (self.c.query_size, self.c.kv_size, self.c.kv_size)
-        parts = self.qkv(x).split(widths, dim=2)
+        (B, T, _), widths = x.shape, (self.c.query_size, self.c.kv_size, self.c.kv_size)
+        parts = self.qkv(self.norm_1(x)).split(widths, dim=2)
         q, k, v = (t.view(B, T, -1, self.c.head_dim) for t in parts)
-        if rope and self.kind == "torchtitan":  # heads stay next to tokens while they are turned
-            q, k = turned_pairs(q, *rope), turned_pairs(k, *rope)
+        q, k = turned_pairs(q, cos, sin), turned_pairs(k, cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if rope and self.kind == "litgpt":
-            q, k = turned_halves(q, *rope), turned_halves(k, *rope)
-            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return self.out(y.transpose(1, 2).contiguous().view(B, T, -1))
-
-
-def turned_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, a head's first half against its second."""
-    half = x.shape[-1] // 2
-    other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos + other * sin).to(x.dtype)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(B, T, -1))
+        h = self.norm_2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
 def turned_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same of neighbours, in real numbers: torchtitan's are complex, and do not compile."""
+    """Rotary positions of neighbours, in real numbers: torchtitan's are complex, and do not compile."""
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(3).type_as(x)
 
 
-class Peer(nn.Module):
-    """One of the three as a whole: (B, T) ids and labels to the mean loss."""
+class Titan(nn.Module):
+    """torchtitan's Llama: (B, T) ids and labels to the mean loss."""
 
-    def __init__(self, c: ModelConfig, kind: str, T: int):
+    def __init__(self, c: ModelConfig, T: int):
         super().__init__()
-        self.c, self.kind = c, kind
-        d, V = c.hidden_size, c.padded_vocab_size
-        self.embed = nn.Embedding(V, d)
-        self.positions = nn.Embedding(T, d) if kind == "nanogpt" else None
-        self.blocks = nn.ModuleList(PeerBlock(c, kind) for _ in range(c.num_hidden_layers))
-        self.norm = NORMS[kind](d, eps=c.norm_eps)
-        self.head = nn.Linear(d, V, bias=False)
-        if c.tie_word_embeddings:
-            self.embed.weight = self.head.weight
-        if kind != "nanogpt":
-            exponents = -torch.arange(0, c.head_dim, 2) / c.head_dim
-            angles = torch.arange(T)[:, None] * c.rope_theta**exponents
-            angles = angles.repeat(1, 2) if kind == "litgpt" else angles
-            self.register_buffer("cos", angles.cos(), persistent=False)
-            self.register_buffer("sin", angles.sin(), persistent=False)
+        self.c, d, V = c, c.hidden_size, c.padded_vocab_size
+        self.embed, self.head = nn.Embedding(V, d), nn.Linear(d, V, bias=False)
+        self.blocks = nn.ModuleList(TitanBlock(c) for _ in range(c.num_hidden_layers))
+        self.norm = nn.RMSNorm(d, eps=c.norm_eps)
+        exponents = -torch.arange(0, c.head_dim, 2) / c.head_dim
+        angles = torch.arange(T)[:, None] * c.rope_theta**exponents
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(self.hidden(tokens))
@@ -112,11 +260,8 @@ class Peer(nn.Module):
     def hidden(self, tokens: Tensor) -> Tensor:
         """(B, T) ids to what the head sees."""
         x = self.embed(tokens)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        rope = None if self.positions is not None else (self.cos, self.sin)
         for block in self.blocks:
-            x = block(x, rope)
+            x = block(x, self.cos, self.sin)
         return self.norm(x)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -125,20 +270,15 @@ class Peer(nn.Module):
         for name, value in tensors.items():
             for ours, theirs in NAMES.items():
                 name = name.replace(ours, theirs)
-            if "qkv" in name and self.kind == "torchtitan":
-                rotated, rest = value[: -self.c.kv_size], value[-self.c.kv_size :]
-                value = torch.cat([neighbours(rotated, self.c.head_dim), rest])
+            if "qkv" in name:
+                turned, rest = value[: -self.c.kv_size], value[-self.c.kv_size :]
+                # Heads whose halves turn against each other, in the order in which neighbours do.
+                turned = turned.unflatten(0, (-1, 2, self.c.head_dim // 2)).transpose(1, 2)
+                value = torch.cat([turned.flatten(0, 2), rest])
             parts = ("gate", "up") if "gate_up" in name else ("gate_up",)
             for part, rows in zip(parts, value.chunk(len(parts)), strict=True):
                 renamed[name.replace("gate_up", part)] = rows
-        if self.c.tie_word_embeddings:
-            renamed["head.weight"] = renamed["embed.weight"]
         self.load_state_dict(renamed)
 
 
 NAMES = {"attn_norm": "norm_1", "mlp_norm": "norm_2", "attn.": "", "mlp.": "", "lm_head": "head"}
-
-
-def neighbours(weight: Tensor, size: int) -> Tensor:
-    """Rows of heads whose halves turn against each other, in the order in which neighbours do."""
-    return weight.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)

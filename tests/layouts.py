@@ -1,7 +1,7 @@
 """Every layout against one device: losses, norms, every gradient, and the parameters at the end.
 
     make layouts               all cases
-    DEVICE=cuda make layouts   on GPUs, which ranks share where there are fewer; LAYOUTS=on-gpu takes three minutes
+    DEVICE=cuda make layouts   on GPUs, which ranks share where there are fewer (docs/LAYOUTS.md)
 
 tests/test_layouts.py runs a short form. Tolerances are of fp32 on a CPU with gloo, over 6 AdamW steps
 with clipping active, and in some models inactive at the end. Under bf16 only the first gradients are
@@ -392,7 +392,7 @@ SHORT = (
     "muon-save muon-resume mutant-scales"
 ).split()
 
-# For three minutes of one GPU: each kind of layout, a checkpoint that another layout resumes, two mutants.
+# For three minutes of one GPU: each kind of layout, a checkpoint for another layout, two mutants.
 ON_GPU = (
     "ddp2 dp2-deepseek tp2 cp2 ep2 pp2 dp2-tp2 tp2-cp2 pp2-dp2 hsdp2x2-ep2-reduce-last ep4 "
     "tp2-save cp2-resume-tp2 mutant-divided mutant-tied"

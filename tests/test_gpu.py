@@ -1,4 +1,4 @@
-"""Tests that need a GPU; `make gpu-test` runs them on a machine that has one."""
+"""Tests that need a GPU; `python benchmarks/on_gpu.py tests` runs them on a machine that has one."""
 
 import contextlib
 import dataclasses

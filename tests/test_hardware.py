@@ -138,7 +138,7 @@ def test_ranks_share_a_gpu_only_where_asked_and_where_nccl_can(monkeypatch):
     for name, answer in {"is_available": True, "device_count": 2, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     assert device.pick_device("cuda", 1) == torch.device("cuda", 1)
-    with pytest.raises(OwnError, match="sees no GPU for itself, only 2 in all.*_ENABLE=1 lets ranks"):
+    with pytest.raises(OwnError, match=r"sees no GPU for itself, only 2 in all.*_ENABLE=1 lets"):
         device.pick_device("cuda", 2)
     monkeypatch.setenv(device.SHARE_GPU, "1")
     monkeypatch.setattr(device.nccl, "version", lambda: (2, 30, 7))
@@ -155,12 +155,14 @@ def test_ranks_share_a_gpu_only_where_asked_and_where_nccl_can(monkeypatch):
 
 
 def test_a_result_of_ranks_that_share_a_gpu_is_marked(monkeypatch, tmp_path):
-    """Two ranks on one GPU are not those on the GPUs of two machines, though each is its machine's first."""
-    for uuids, shared in ((("GPU-1", "GPU-1"), True), (("GPU-1", "GPU-2"), False)):
+    """Two ranks with the same number of GPU may have two, if each sees one only."""
+    for uuids, shared in (("GPU-1", "GPU-1"), True), (("GPU-1", "GPU-2"), False):
         hosts = [("box", pid, uuid) for pid, uuid in enumerate(uuids)]
-        told = lambda _, value, hosts=hosts: hosts if isinstance(value, tuple) else [value]  # noqa: E731
+        told = lambda _, x, hosts=hosts: hosts if isinstance(x, tuple) else [x]  # noqa: E731
         monkeypatch.setattr(window, "gather", told)
-        flags = "configs/gpt2-tiny.json --device cpu --bsz 1 --seq-len 8 --n-steps 1 --warmup-steps 1"
+        flags = (
+            "configs/gpt2-tiny.json --device cpu --bsz 1 --seq-len 8 --n-steps 1 --warmup-steps 1"
+        )
         r = trained(tmp_path / uuids[1], flags, "--warmup-seconds 0 --no-tensorboard")
         assert ("ranks share a GPU" in r["unfit_reasons"]) == shared
         assert any(note.startswith("2 ranks share a GPU") for note in r["notes"]) == shared

@@ -1,33 +1,20 @@
-"""Benchmarks in small: what they count, that they run, and what a GPU's first half hour runs."""
+"""Benchmarks in small: what they count, that they run, and what a quarter of an hour of a GPU runs."""
 
+import importlib.util
 import json
-import os
-import shlex
-import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import attention, collectives
+from benchmarks import collectives, on_gpu
 from llm_train_bench.base.hardware import devices, find_hardware
+from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.measure.collective_rates import COLLECTIVES
-from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import Script
-from llm_train_bench.settings.plan import make_plan
-from tests.helpers import ROOT
+from tests.helpers import ROOT, plan_of, python, write_config
 from tests.processes import forked
-
-
-def test_attention_s_memory_is_that_of_the_formula():
-    """The plain one keeps T x T weights for each sample, the fused one none."""
-    inputs = [torch.randn(2, 256, 16, requires_grad=True) for _ in range(3)]
-    ways = {"plain": attention.plain, "fused": attention.fused}
-    plain, fused = attention.of_one_size(ways, inputs, rounds=1)
-    squares = 2 * 256 * 256 * 4 / 2**20
-    assert squares < plain["kept_mib"] < 4 * squares and fused["kept_mib"] < squares / 2
-    assert 0 < plain["forward_ms"][0] <= plain["forward_ms"][1] and fused["backward_ms"][0] > 0
-    torch.testing.assert_close(attention.plain(*inputs), attention.fused(*inputs))
 
 
 def test_collectives_run_and_estimates_take_their_rate(own_hardware):
@@ -49,17 +36,86 @@ def test_one_rank_has_nothing_to_exchange(monkeypatch):
         collectives.main()
 
 
-@pytest.mark.parametrize("part", ["facts", "compare", "test"])
-def test_commands_of_the_first_half_hour_on_a_gpu_are_ours(part, tmp_path):
-    """Every one is a script's or benchmark's that is there, with flags that it takes; in nine minutes."""
-    environment = os.environ | {"DRY": "1", "OUT": str(tmp_path), "PY": sys.executable}
-    options = {"cwd": ROOT, "env": environment, "text": True}
-    out = subprocess.check_output(["benchmarks/gpu.sh", part], **options)
-    lines = [line for line in out.splitlines() if line.startswith(sys.executable)]
-    assert len(lines) >= 2
-    for _, name, *argv in map(shlex.split, lines):
-        if name == "train.py":
-            make_plan(parse_args(argv, name), Script.ONE, 1, "nvidia")
-        else:
-            assert name == "-m" or (ROOT / name).exists()
-    assert subprocess.run(["benchmarks/gpu.sh", "x"], **options).returncode == 2
+@pytest.fixture
+def for_a_gpu(monkeypatch):
+    """benchmarks/on_gpu.py as it is on a GPU, to look at only."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    spec = importlib.util.spec_from_file_location("on_a_gpu", ROOT / "benchmarks/on_gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "on_a_gpu", module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_commands_for_a_gpu_are_ours_and_fit(for_a_gpu, tmp_path):
+    """A script takes each, and by estimate it fits the smallest GPU for which its batch is meant."""
+    on = for_a_gpu
+    commands = on.MISSION | on.MOE | on.FP8
+    assert any("--compile-mode reduce-overhead" in c for c in commands.values())
+    for command in commands.values():
+        script, model, *flags = f"{command} {on.STEPS}".split()
+        shape, B, T = on.sized(model)
+        argv = [write_config(tmp_path, shape), "--bsz", B, "--seq-len", T, *flags]
+        work = plan_of(argv, script, 1, "nvidia").work
+        assert estimate_memory(work).on_device(1) < 76 * 2**30, command
+
+
+def test_a_run_of_on_gpu_that_fails_or_is_wrong_ends_no_other(tmp_path):
+    def run(losses):
+        return lambda number: {"losses": losses, "ms": 1.0 + number}
+
+    def broken(number):
+        raise torch.OutOfMemoryError("out of memory")
+
+    def absent(number):
+        raise on_gpu.LeftOut("is not installed")
+
+    part = on_gpu.Part("moe", tmp_path, time.monotonic() + 600, None)
+    turns = {"125m, bf16": run([4.0]), "125m, FP8": run([4.02]), "125m, bad": run([4.5])}
+    turns |= {"8b": run([7.0]), "125m, nan": run([float("nan")])}
+    turns |= {"125m, large": broken, "125m, te": absent}
+    part.take_turns(turns, rounds=2)
+    rows = json.loads((tmp_path / "moe.json").read_text())
+    assert [row["run"] for row in rows[7:]] == [row["run"] for row in rows[:5]]
+    assert {row["run"] for row in rows if "wrong" in row} == {"125m, bad", "125m, nan"}
+    assert {row["run"] for row in rows if "failed" in row} == {"125m, large"}
+    assert {row["run"] for row in rows if "left_out" in row} == {"125m, te"}
+    assert not on_gpu.show("moe", tmp_path)
+    late = on_gpu.Part("late", tmp_path, time.monotonic(), None)
+    late.take_turns({"125m": run([4.0])}, rounds=1)
+    assert late.rows[0]["left_out"] == "no time"
+
+
+def test_what_a_part_started_ends_with_its_time(tmp_path):
+    """Its children too, which a file shows: nothing writes into it any more."""
+    child = (
+        "import time, pathlib\nwhile True: pathlib.Path('beat').write_text('x'); time.sleep(0.01)"
+    )
+    code = f"import subprocess as s, sys\ns.run([sys.executable, '-c', {child!r}], cwd={str(tmp_path)!r})"
+    beat = tmp_path / "beat"
+    with (tmp_path / "log").open("w") as log:
+        while not beat.exists():
+            command = [sys.executable, "-c", code]
+            assert on_gpu.limited(command, time.monotonic() + 1.0, log) == 124
+    beat.unlink()
+    time.sleep(0.1)
+    assert not beat.exists()
+
+
+def test_on_gpu_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """Two parts of it. All take two minutes: python benchmarks/on_gpu.py."""
+    done = python("benchmarks/on_gpu.py mission ranks --minutes 30 --output-dir", tmp_path / "out")
+    rows = json.loads((tmp_path / "out/mission.json").read_text())
+    assert all("Transformer Engine" in row["run"] for row in rows if "left_out" in row)
+    assert all(len(row["losses"]) == 3 for row in rows if "left_out" not in row)
+    assert len(rows) == len(on_gpu.MISSION) and done.stdout.count("exit code 0") == 2
+    for argv, why in (
+        (["ranks", "--output-dir", str(tmp_path / "out")], "has results already"),
+        (["facts"], "facts: no such part; there are mission, peers"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["on_gpu.py", *argv])
+        with pytest.raises(SystemExit) as end:
+            on_gpu.main()
+        assert end.value.code == 2 and why in capsys.readouterr().err

@@ -1,0 +1,409 @@
+"""A quarter of an hour of a GPU: the questions that matter most, in one command that ends in time.
+
+    python benchmarks/on_gpu.py [PART ...] [--minutes N] [--output-dir DIR] [--nanogpt CHECKOUT]
+
+    mission   the README's commands: CUDA graphs, DDP with FP8, FSDP; Transformer Engine, torchao, bf16
+    peers     other trainers beside ours (benchmarks/peer_models.py), compiled, in bf16
+    moe       experts in bf16 and FP8, with traces
+    ranks     layouts of several ranks against one, over NCCL on this GPU (docs/LAYOUTS.md)
+    kernels   matmul rates (benchmarks/gemm.py), and single kernels
+    fp8       bf16 and FP8 of one shape, three times in turn, then traced
+    exact     initial values, and the known losses of the workloads, in fp32
+    check     check.py with three workloads
+    tests     the tests that need a GPU
+
+Each part is one process and has its share of the time that is left. Its runs take turns, in rounds; each
+shows its first losses, and is marked wrong if they are not those of the first run of its model.
+DIR/PART.json has the results as they come, DIR/PART.log what was printed, DIR/PART/ the runs. On a CPU
+the models are tiny. The exit code is 1 if anything failed or was wrong.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import common
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.check.workloads import Workload, workloads
+from llm_train_bench.measure.rates import time_steps
+from llm_train_bench.model.init import fill_normal
+from llm_train_bench.model.layout import Permute, inverse
+from llm_train_bench.model.loss import LinearCrossEntropy
+from llm_train_bench.results.result_files import read_steps
+from llm_train_bench.run.failures import classify
+
+DEVICE = common.device_of_runs()
+GPU = DEVICE.type == "cuda"
+LAYERS = "num_hidden_layers"
+DIFFERS = 0.02  # of the first losses, relative: more than any format's
+
+# Config, its changes, micro batch and tokens, with 120 GiB of memory and with less; the config on a CPU.
+MODELS: dict[
+    str, tuple[str, dict[str, int], tuple[int, int], dict[str, int], tuple[int, int], str]
+] = {
+    "125m": ("gpt2-125m", {}, (128, 1024), {}, (64, 1024), "gpt2-tiny"),
+    "1.5b": ("gpt2-1.5b", {}, (32, 1024), {}, (12, 1024), "gpt2-tiny"),
+    "8b": ("llama-3.1-8b", {LAYERS: 16}, (5, 4096), {LAYERS: 8}, (3, 4096), "llama-tiny"),
+    "70b": ("llama-70b-proxy", {}, (2, 4096), {"vocab_size": 32000}, (1, 4096), "llama-tiny"),
+    "moe": ("moe-0.7b", {}, (32, 1024), {}, (32, 1024), "moe-tiny"),
+}
+STEPS = "--n-steps " + ("15 --warmup-steps 8 --warmup-seconds 5" if GPU else "2 --warmup-steps 3")
+COMPILED = "--pt-compile" * GPU  # it takes a CPU longer than all the rest
+GRAPHS = COMPILED and f"{COMPILED} --compile-mode reduce-overhead"
+EMULATED = "" if GPU else "--fp8-backend torchao --fp8-emulate"
+TORCHAO = f"--use-fp8 --fp8-backend torchao {EMULATED}"
+MISSION = {
+    "125m, CUDA graphs": f"train.py 125m {GRAPHS}",
+    "1.5b, DDP, FP8": f"train_ddp.py 1.5b --use-fp8 {EMULATED}",
+    "70b, FSDP": "train_fsdp.py 70b --sac-freq 1/4",
+    "8b, bf16": "train.py 8b --amp bf16",
+    "8b, bf16, compiled": f"train.py 8b --amp bf16 {COMPILED}",
+    "8b, bf16, Transformer Engine": "train.py 8b --amp bf16 --linear te",
+    "8b, FP8, Transformer Engine": "train.py 8b --use-fp8 --fp8-backend te",
+    "8b, FP8, torchao, compiled": f"train.py 8b {COMPILED} {TORCHAO}",
+}
+MOE = {
+    "moe, bf16": "train.py moe --amp bf16 --profile",
+    "moe, bf16, compiled": f"train.py moe --amp bf16 --profile {COMPILED}",
+    "moe, FP8": f"train.py moe --profile --fp8-recipe rowwise {TORCHAO}",
+}
+FP8 = {"8b, bf16": f"train.py 8b {COMPILED}", "8b, FP8": f"train.py 8b {COMPILED} {TORCHAO}"}
+
+
+class LeftOut(Exception):
+    """A run cannot be had here."""
+
+
+@dataclasses.dataclass
+class Part:
+    """A part in its process: until when it may run, and the rows of its table, written as they come."""
+
+    name: str
+    out: Path
+    until: float
+    nanogpt: str | None
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def note(self, began: float, **row: Any) -> None:
+        row["took_s"] = round(time.monotonic() - began, 1)
+        self.rows.append(row)
+        write_whole(self.out / f"{self.name}.json", json.dumps(self.rows, indent=1) + "\n")
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+
+    def take_turns(self, runs: dict[str, Callable[[int], dict[str, Any]]], rounds: int) -> None:
+        """Call each with the number of the round, round after round, while there is time for it.
+
+        What fails is left out of later rounds. A name begins with that of a model.
+        """
+        took: dict[str, float] = {}
+        first: dict[str, float] = {}
+        for number in range(rounds):
+            for name, run in list(runs.items()):
+                began = time.monotonic()
+                if self.until - began < 1.2 * took.get(name, max(took.values(), default=0)):
+                    self.note(began, round=number, run=name, left_out="no time")
+                    continue
+                row: dict[str, Any]
+                try:
+                    row = run(number)
+                except (Exception, SystemExit) as error:
+                    del runs[name]
+                    kind = {LeftOut: "left_out", common.ContestantEnded: "wrong"}.get(type(error))
+                    row = {kind: str(error)} if kind else {"failed": classify(error)[1]}
+                for loss in row.get("losses", [])[:1]:
+                    if not abs(loss / first.setdefault(name.split(",")[0], loss) - 1) < DIFFERS:
+                        row["wrong"] = "its first loss differs"
+                self.note(began, round=number, run=name, **row)
+                took[name] = time.monotonic() - began
+                gc.collect()
+                if GPU:
+                    torch.cuda.empty_cache()
+
+
+def sized(model: str) -> tuple[dict[str, Any], int, int]:
+    """The config of a model of MODELS, its micro batch and its tokens a sample, for this device."""
+    config, changes, batch, fewer, smaller, tiny = MODELS[model]
+    if not GPU:
+        return json.loads((common.ROOT / f"configs/{tiny}.json").read_text()), 2, 64
+    if torch.cuda.get_device_properties(0).total_memory < 120 * 2**30:
+        changes, batch = fewer, smaller
+    return json.loads((common.ROOT / f"configs/{config}.json").read_text()) | changes, *batch
+
+
+def run_here(script: str, argv: list[str], out: Path) -> dict[str, Any]:
+    """The figures of a training script's run in this process; its directory is in `out`."""
+    r = common.run_train(*argv, "--no-tensorboard", script=script, out=out)
+    m, steps = r.metrics, read_steps(out / r.run_name / "steps.jsonl")
+    losses, ms = [step["loss"] for step in steps[:3]], 1e3 * (m.step_time_median_s or 0)
+    figures = {"tokens_per_s": m.tokens_per_sec, "tflops_causal": m.model_tflops_per_gpu_causal}
+    figures |= {"gib": m.peak_allocated_gib, "unfit": ", ".join(r.unfit)}
+    return {"losses": losses, "ms": ms} | figures
+
+
+def run_commands(part: Part, commands: dict[str, str], rounds: int) -> None:
+    """Commands of ours, whose second word is a model of MODELS, in turn."""
+
+    def run(command: str, name: str, number: int) -> dict[str, Any]:
+        if "Transformer Engine" in name and not importlib.util.find_spec("transformer_engine"):
+            raise LeftOut("Transformer Engine is not installed")
+        script, model, *flags = f"{command} {STEPS}".split()
+        (config, B, T), path = sized(model), part.out / part.name / f"{model}.json"
+        write_whole(path, json.dumps(config))
+        argv = [str(path), "--bsz", str(B), "--seq-len", str(T), *flags]
+        return run_here(script, argv, path.parent / f"{name.replace(', ', '-')}-{number}")
+
+    part.take_turns({n: functools.partial(run, c, n) for n, c in commands.items()}, rounds)
+
+
+def run_program(part: Part, *words: object, **environment: str) -> None:
+    """Another program of this project, for the time that is left; its figures are in its log."""
+    began, name = time.monotonic(), Path(str(words[1 if words[0] == "-m" else 0])).stem
+    with (part.out / f"{part.name}-{name}.log").open("w+") as log:
+        code = limited([sys.executable, *map(str, words)], part.until, log, **environment)
+        log.seek(0)
+        last = [line.strip("= \n") for line in log if line.strip()][-1:]
+    failed = {"failed": f"exit code {code}"} if code else {}
+    part.note(began, run=name, last="".join(last), **failed)
+
+
+def limited(command: list[str], until: float, log: Any, **environment: str) -> int:
+    """A command's exit code, 124 if it had to be ended; all that it started ends with it."""
+    here: dict[str, Any] = {"cwd": common.ROOT, "env": os.environ | environment}
+    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **here)
+    try:
+        return process.wait(max(0.1, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def mission(part: Part) -> None:
+    run_commands(part, MISSION, rounds=1)
+
+
+def moe(part: Part) -> None:
+    run_commands(part, MOE, rounds=2 if GPU else 1)
+
+
+def fp8(part: Part) -> None:
+    run_commands(part, FP8, rounds=3)
+    run_commands(part, {f"{name}, traced": f"{c} --profile" for name, c in FP8.items()}, rounds=1)
+    runs = (part.out / part.name).glob("8b*/*/result.json")
+    run_program(part, "compare.py", *(run for run in runs if "traced" not in str(run)))
+
+
+def peers(part: Part) -> None:
+    from benchmarks import peers as bench
+
+    until, shapes = (
+        part.until,
+        {"gpt2, 125m": (32, 30), "gpt2, 1.5b": (12, 12), "llama, 8b": (2, 12)},
+    )
+    for index, (name, (B, steps)) in enumerate(shapes.items()):
+        family, model = name.split(", ")
+        config, _, T = sized(model)
+        config |= bench.NO_DROPOUT if family == "gpt2" else {LAYERS: 4, "rope_scaling": None}
+        shape = bench.Shape(config, *((B, T, 8, steps) if GPU else (1, 32, 1, 1)))
+        with tempfile.TemporaryDirectory() as top:
+            bench.write_checkpoint(shape, Path(top))
+            flags = bench.our_flags(shape, Path(top), GPU, "bf16")
+
+            def time_ours(number: int, flags=flags, model=model) -> dict[str, Any]:
+                return run_here("train.py", flags, part.out / part.name / f"{model}-{number}")
+
+            def time_peer(peer: str, _: int, shape=shape, top=top) -> dict[str, Any]:
+                torch._dynamo.reset()
+                return {"ms": 1e3 * bench.time_peer(peer, GPU, "bf16", shape, Path(top))}
+
+            turns: dict[str, Callable[[int], dict[str, Any]]] = {f"{name}, ours": time_ours}
+            for peer in bench.peers_of(family, part.nanogpt, GPU):
+                turns[f"{name}, {peer.partition('=')[0]}"] = functools.partial(time_peer, peer)
+            part.until = time.monotonic() + (until - time.monotonic()) / (len(shapes) - index)
+            part.take_turns(turns, rounds=3 if GPU else 1)
+
+
+def ranks(part: Part) -> None:
+    run_program(part, "-m", "tests.layouts", "on-gpu" if GPU else "tp2", DEVICE=DEVICE.type)
+
+
+def kernels(part: Part) -> None:
+    """GB/s or TFLOP/s of single kernels, of what they must move or compute."""
+    more = (
+        "--heat 10 --seconds 0.15" if GPU else "configs/gpt2-tiny.json --seconds 0.002 --tokens 9"
+    )
+    run_program(part, "benchmarks/gemm.py", *more.split())
+    N, d, V, k = (32768, 1600, 50304, 4) if GPU else (64, 64, 512, 2)
+    dtype = torch.bfloat16 if GPU else torch.float32
+    size = 1e-9 * N * dtype.itemsize  # GB of a column
+    turns: dict[str, Callable[[int], dict[str, Any]]] = {}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=True)
+
+    def fused(function: Callable[..., Tensor], **options: bool) -> Callable[..., Tensor]:
+        settings: Any = options
+        return torch.compile(function, options=settings, dynamic=False) if GPU else function
+
+    def add(name: str, function, inputs, forward: float, backward: float, unit="GB/s") -> None:
+        """Both passes of a function, and the amounts that they move or compute; no backward: 0."""
+        out = function(*inputs)
+        gradient = torch.randn_like(out)
+
+        def back() -> object:
+            return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+        def run(work: Callable[[], object], amount: float, number: int) -> dict[str, Any]:
+            seconds = time_steps(work, 20 if GPU and number else 1, DEVICE)
+            return {"ms": 1e3 * seconds, unit: amount / seconds}
+
+        turns[f"{name}, forward"] = functools.partial(run, lambda: function(*inputs), forward)
+        if backward:
+            turns[f"{name}, backward"] = functools.partial(run, back, backward)
+
+    for width in (768, d):
+        norm, inputs = (
+            fused(lambda x, w: F.layer_norm(x, w.shape, w, w)),
+            (random(N, width), random(width)),
+        )
+        add(f"LayerNorm {width}", norm, inputs, 2 * size * width, 3 * size * width)
+    swiglu = fused(lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1])
+    add("SwiGLU", swiglu, (random(N, 8 * d),), 12 * size * d, 20 * size * d)
+    labels, logits = torch.randint(V, (N // 4,), device=DEVICE), random(N // 4, V)
+    for reads in (3, 2):  # of the logits, the backward's among them
+        loss = fused(lambda x: F.cross_entropy(x.float(), labels), online_softmax=reads == 2)
+        add(f"loss, {reads} reads", loss, (logits,), (reads - 1) * size / 4 * V, size / 2 * V)
+    head, inputs = LinearCrossEntropy(V), (random(N // 4, d), random(V, d))
+    flops = 1.5e-12 * N * d * V  # the gradients are made in the forward
+    add("head and loss", lambda x, w: head(x, w, labels), inputs, flops, 0, "TFLOP/s")
+    order = torch.randint(16, (N * k,), device=DEVICE).argsort(stable=True)
+    places, tokens, moved = inverse(order), (random(N, d),), (k + 1) * size * d
+    add("permutation, index_put", lambda x: x[order // k], tokens, moved, moved)
+    add("permutation, gather", lambda x: Permute.apply(x, order, places, k), tokens, moved, moved)
+    attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    for heads, D in ((25, 64), (32, 128)):
+        inputs = tuple(random(N // 1024 or 1, heads, 1024 if GPU else 16, D) for _ in range(3))
+        flops = 2e-12 * inputs[0].numel() * inputs[0].shape[2]
+        add(f"attention, {heads} heads of {D}", attend, inputs, flops, 2.5 * flops, "TFLOP/s")
+    part.take_turns(turns, rounds=3)
+
+
+def exact(part: Part) -> None:
+    """On any device initial values are bit for bit those of a CPU, and losses within a band."""
+    here, cpu = torch.empty(2**20 + 3, device=DEVICE), torch.empty(2**20 + 3)
+    for values in (here, cpu):
+        fill_normal(values, 0.02, "0/equal")
+    same = torch.equal(here.cpu(), cpu)
+    wrong = {} if same else {"wrong": "not those of a CPU"}
+    part.note(time.monotonic(), run="initial values", **wrong)
+
+    def run(w: Workload, _: int) -> dict[str, Any]:
+        more = f"--from {w.path} --amp off --n-steps {len(w.losses)} --warmup-steps 0 --warmup-seconds 0"
+        row = run_here("train.py", more.split(), part.out / part.name / w.shape)
+        (steps,) = (part.out / part.name / w.shape).glob("*/steps.jsonl")
+        wrong = w.wrong_steps("fp32", read_steps(steps))
+        return row | ({"wrong": wrong} if wrong else {})
+
+    shapes = {w.shape: w for w in workloads().values() if w.device == DEVICE.type}
+    part.take_turns({name: functools.partial(run, w) for name, w in shapes.items()}, rounds=1)
+
+
+def check(part: Part) -> None:
+    names = "gpt2-125m-bf16 moe-0.7b-bf16 llama-8b-proxy-bf16" if GPU else "gpt2-tiny-fp32"
+    run_program(
+        part, "check.py", "--only", *names.split(), "--output-dir", part.out / "check" / "runs"
+    )
+
+
+def tests(part: Part) -> None:
+    plain = ("-m", "pytest", "-q", "-o", "addopts=")
+    run_program(part, *plain, "tests/test_kernels.py" if GPU else "tests/test_passes.py")
+    for marks in ("gpu and not alone", "gpu and alone") if GPU else ():
+        run_program(part, *plain, "tests/test_gpu.py", "-m", marks)
+
+
+# What each may take of the time that is left, in proportion.
+PARTS = {
+    mission: 3, peers: 3, moe: 1.5, ranks: 2.5, kernels: 1, fp8: 3, exact: 1.5, check: 4, tests: 4
+}  # fmt: skip
+NAMES = {part.__name__: part for part in PARTS}
+
+
+def cell(value: Any) -> str:
+    """A figure or several as text, with four digits."""
+    if isinstance(value, list):
+        return " ".join(map(cell, value))
+    return f"{value:.4g}" if isinstance(value, float) else str("" if value is None else value)
+
+
+def show(name: str, out: Path) -> bool:
+    """Print the table of a part, with the values of all rounds. Whether nothing failed or was wrong."""
+    path = out / f"{name}.json"
+    rows = json.loads(path.read_text()) if path.exists() else []
+    columns = list(dict.fromkeys(key for row in rows for key in row if key != "round"))
+    runs: dict[str, dict[str, dict[str, None]]] = {}
+    for row in rows:
+        for key, value in row.items():
+            runs.setdefault(row["run"], {}).setdefault(key, {})[cell(value)] = None
+    cells = [[", ".join(run.get(key, ())) for key in columns] for run in runs.values()]
+    common.show(columns, cells, left=columns)
+    return bool(rows) and not {"failed", "wrong"} & set(columns)
+
+
+def main() -> int:
+    parser = common.parser_of(__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(NAMES)}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
+    parser.add_argument("--output-dir", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--nanogpt", type=os.path.abspath, help="a checkout of karpathy/nanoGPT")
+    parser.add_argument("--until", type=float, help="of this one part, in its own process")
+    args = parser.parse_args()
+    names, out = args.parts or list(NAMES), args.output_dir.resolve()
+    if unknown := set(names) - set(NAMES):
+        parser.error(f"{unknown.pop()}: no such part; there are {', '.join(NAMES)}")
+    if args.until:
+        (out / names[0]).mkdir(exist_ok=True)
+        os.chdir(common.ROOT)
+        NAMES[names[0]](Part(names[0], out, args.until, args.nanogpt))
+        return 0
+    if any((out / f"{name}.json").exists() for name in names):
+        parser.error(f"{out}: has results already; choose another --output-dir")
+    out.mkdir(parents=True, exist_ok=True)
+    until, good = time.monotonic() + 60 * args.minutes - 5, []
+    for index, name in enumerate(names):
+        left = until - time.monotonic()
+        share = PARTS[NAMES[name]] / sum(PARTS[NAMES[n]] for n in names[index:])
+        ends = time.monotonic() + share * left
+        command = [sys.executable, __file__, name, "--until", str(ends), "--output-dir", str(out)]
+        command += ["--nanogpt", args.nanogpt] if args.nanogpt else []
+        options = {"PYTHONUNBUFFERED": "1", "BENCHMARK_RESULTS": str(out)}
+        print(f"\n{name} ...", flush=True)
+        with (out / f"{name}.log").open("w") as log:
+            code = limited(command, ends + 3, log, **options)
+        good.append(show(name, out) and code == 0)
+        print(f"{name}: exit code {code}, {until - time.monotonic():.0f} s left", flush=True)
+    return int(not all(good))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
