@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="rows of the activations")
     parser.add_argument("--seconds", type=float, default=0.5, help="per shape and format")
     parser.add_argument("--heat", type=float, default=20.0, help="seconds of work before, on a GPU")
+    parser.add_argument("--no-keep", action="store_true", help="leave the file of roofs alone")
     parser.add_argument("--replace", action="store_true", help="write a lower roof, too")
     args = parser.parse_args()
     device = pick_device("auto")
@@ -85,10 +86,10 @@ def main() -> None:
     rates = roof(rows)
     content = {"roof": rates, "tokens": tokens, "device_use": use.model_dump(), "rows": rows}
     path = save("gemm", content, device)
-    if cuda:
+    if cuda and not args.no_keep:
         part = name_of_part(device_name(device), device_memory_gib(device))
         keep(part, rates, use, json.loads(path.read_text()), args.replace)
-    elif not args.configs:
+    elif not cuda and not args.configs:
         keep_cpu(device, args.seconds)
 
 

@@ -12,10 +12,11 @@
     check     check.py with three workloads
     tests     the tests that need a GPU
 
-Each part is one process and has its share of the time that is left. Its runs take turns, in rounds; each
-shows its first losses, and is marked wrong if they are not those of the first run of its model.
-DIR/PART.json has the results as they come, DIR/PART.log what was printed, DIR/PART/ the runs. On a CPU
-the models are tiny. The exit code is 1 if anything failed or was wrong.
+Parts run in this order, one process each, until N minutes are over (9). One that needs more than is left
+is left out. The runs of a part take turns, in rounds. Each shows its first losses, and is wrong if they
+or its first gradient norm differ from those of its model's first run. DIR/PART.json has the results as
+they come, DIR/PART.log what was printed, DIR/PART/ the runs. On a CPU the models are tiny. The exit code
+is 1 if anything failed or was wrong.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -30,13 +32,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from llm_train_bench.base.start import end_with
+
+import numpy as np
 import torch
+import torch._functorch.config as functorch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -53,7 +60,7 @@ from llm_train_bench.run.failures import classify
 DEVICE = common.device_of_runs()
 GPU = DEVICE.type == "cuda"
 LAYERS = "num_hidden_layers"
-DIFFERS = 0.02  # of the first losses, relative: more than any format's
+DIFFERS = {"losses": 3e-3, "norm": 0.05}  # relative: more than by any format
 
 # Config, its changes, micro batch and tokens, with 120 GiB of memory and with less; the config on a CPU.
 MODELS: dict[
@@ -86,6 +93,10 @@ MOE = {
     "moe, FP8": f"train.py moe --profile --fp8-recipe rowwise {TORCHAO}",
 }
 FP8 = {"8b, bf16": f"train.py 8b {COMPILED}", "8b, FP8": f"train.py 8b {COMPILED} {TORCHAO}"}
+TRACED = {
+    f"{model}, {kind}, traced": f"{FP8[f'8b, {kind}']} --profile".replace("8b", model)
+    for model, kind in itertools.product(("8b", "1.5b"), ("bf16", "FP8"))
+}
 
 
 class LeftOut(Exception):
@@ -101,6 +112,7 @@ class Part:
     until: float
     nanogpt: str | None
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    took: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def note(self, began: float, **row: Any) -> None:
         row["took_s"] = round(time.monotonic() - began, 1)
@@ -113,12 +125,12 @@ class Part:
 
         What fails is left out of later rounds. A name begins with that of a model.
         """
-        took: dict[str, float] = {}
-        first: dict[str, float] = {}
+        first: dict[str, dict[str, Any]] = {}
         for number in range(rounds):
             for name, run in list(runs.items()):
                 began = time.monotonic()
-                if self.until - began < 1.2 * took.get(name, max(took.values(), default=0)):
+                longest = max(self.took.values(), default=0)
+                if self.until - began < 1.2 * self.took.get(name, longest):
                     self.note(began, round=number, run=name, left_out="no time")
                     continue
                 row: dict[str, Any]
@@ -128,14 +140,29 @@ class Part:
                     del runs[name]
                     kind = {LeftOut: "left_out", common.ContestantEnded: "wrong"}.get(type(error))
                     row = {kind: str(error)} if kind else {"failed": classify(error)[1]}
-                for loss in row.get("losses", [])[:1]:
-                    if not abs(loss / first.setdefault(name.split(",")[0], loss) - 1) < DIFFERS:
-                        row["wrong"] = "its first loss differs"
+                    forget(error)
+                right = first.setdefault(name.split(",")[0], row) if "losses" in row else row
+                wrong = [key for key in DIFFERS if key in row and differs(key, row, right)]
+                row |= {"wrong": f"other {' and '.join(wrong)}"} if wrong else {}
                 self.note(began, round=number, run=name, **row)
-                took[name] = time.monotonic() - began
+                self.took[name] = time.monotonic() - began
                 gc.collect()
                 if GPU:
                     torch.cuda.empty_cache()
+
+
+def differs(key: str, row: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether a run's losses, or its norm, are not those of another, or not finite."""
+    pairs = zip(np.ravel(row[key]), np.ravel(right[key]), strict=True)
+    return not all(abs(a / b - 1) < DIFFERS[key] for a, b in pairs)
+
+
+def forget(error: BaseException | None) -> None:
+    """Print an error's traceback, and let go of the model that its frames hold."""
+    traceback.print_exception(error)
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def sized(model: str) -> tuple[dict[str, Any], int, int]:
@@ -151,11 +178,12 @@ def sized(model: str) -> tuple[dict[str, Any], int, int]:
 def run_here(script: str, argv: list[str], out: Path) -> dict[str, Any]:
     """The figures of a training script's run in this process; its directory is in `out`."""
     r = common.run_train(*argv, "--no-tensorboard", script=script, out=out)
+    torch._dynamo.reset()  # it holds CUDA graphs
     m, steps = r.metrics, read_steps(out / r.run_name / "steps.jsonl")
-    losses, ms = [step["loss"] for step in steps[:3]], 1e3 * (m.step_time_median_s or 0)
+    losses, ms = [step["loss"] for step in steps[:3]], 1e3 * (m.step_time_mean_s or 0)
     figures = {"tokens_per_s": m.tokens_per_sec, "tflops_causal": m.model_tflops_per_gpu_causal}
-    figures |= {"gib": m.peak_allocated_gib, "unfit": ", ".join(r.unfit)}
-    return {"losses": losses, "ms": ms} | figures
+    figures |= {"gib": m.peak_allocated_gib, "unfit": r.unfit}
+    return {"losses": losses, "norm": steps[0]["grad_norm"], "ms": ms} | figures
 
 
 def run_commands(part: Part, commands: dict[str, str], rounds: int) -> None:
@@ -173,11 +201,11 @@ def run_commands(part: Part, commands: dict[str, str], rounds: int) -> None:
     part.take_turns({n: functools.partial(run, c, n) for n, c in commands.items()}, rounds)
 
 
-def run_program(part: Part, *words: object, **environment: str) -> None:
+def run_program(part: Part, name: str, words: str, *more: object, **environment: str) -> None:
     """Another program of this project, for the time that is left; its figures are in its log."""
-    began, name = time.monotonic(), Path(str(words[1 if words[0] == "-m" else 0])).stem
+    began, command = time.monotonic(), [sys.executable, *words.split(), *map(str, more)]
     with (part.out / f"{part.name}-{name}.log").open("w+") as log:
-        code = limited([sys.executable, *map(str, words)], part.until, log, **environment)
+        code = limited(command, part.until, log, **environment)
         log.seek(0)
         last = [line.strip("= \n") for line in log if line.strip()][-1:]
     failed = {"failed": f"exit code {code}"} if code else {}
@@ -185,9 +213,10 @@ def run_program(part: Part, *words: object, **environment: str) -> None:
 
 
 def limited(command: list[str], until: float, log: Any, **environment: str) -> int:
-    """A command's exit code, 124 if it had to be ended; all that it started ends with it."""
+    """A command's exit code, 124 if it had to be ended; all that it started ends with it, or with us."""
     here: dict[str, Any] = {"cwd": common.ROOT, "env": os.environ | environment}
-    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **here)
+    here |= {"start_new_session": True, "preexec_fn": functools.partial(end_with, os.getpid())}
+    process = subprocess.Popen(command, stdout=log, stderr=log, **here)
     try:
         return process.wait(max(0.1, until - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -208,9 +237,8 @@ def moe(part: Part) -> None:
 
 def fp8(part: Part) -> None:
     run_commands(part, FP8, rounds=3)
-    run_commands(part, {f"{name}, traced": f"{c} --profile" for name, c in FP8.items()}, rounds=1)
-    runs = (part.out / part.name).glob("8b*/*/result.json")
-    run_program(part, "compare.py", *(run for run in runs if "traced" not in str(run)))
+    run_program(part, "compare", "compare.py", *(part.out / part.name).glob("8b*/*/result.json"))
+    run_commands(part, TRACED, rounds=1)
 
 
 def peers(part: Part) -> None:
@@ -226,7 +254,10 @@ def peers(part: Part) -> None:
         config |= bench.NO_DROPOUT if family == "gpt2" else {LAYERS: 4, "rope_scaling": None}
         shape = bench.Shape(config, *((B, T, 8, steps) if GPU else (1, 32, 1, 1)))
         with tempfile.TemporaryDirectory() as top:
-            bench.write_checkpoint(shape, Path(top))
+            save = functools.partial(bench.write_checkpoint, shape, Path(top))
+            part.take_turns({f"{name}, our weights": lambda _, save=save: save() or {}}, rounds=1)
+            if "failed" in part.rows[-1]:
+                continue
             flags = bench.our_flags(shape, Path(top), GPU, "bf16")
 
             def time_ours(number: int, flags=flags, model=model) -> dict[str, Any]:
@@ -244,19 +275,19 @@ def peers(part: Part) -> None:
 
 
 def ranks(part: Part) -> None:
-    run_program(part, "-m", "tests.layouts", "on-gpu" if GPU else "tp2", DEVICE=DEVICE.type)
+    names = "on-gpu" if GPU else "tp2"
+    run_program(part, "layouts", f"-m tests.layouts {names}", DEVICE=DEVICE.type)
 
 
 def kernels(part: Part) -> None:
     """GB/s or TFLOP/s of single kernels, of what they must move or compute."""
-    more = (
-        "--heat 10 --seconds 0.15" if GPU else "configs/gpt2-tiny.json --seconds 0.002 --tokens 9"
-    )
-    run_program(part, "benchmarks/gemm.py", *more.split())
+    more = "1.5b.json --heat 10 --seconds 0.1" if GPU else "tiny.json --seconds 0.002 --tokens 9"
+    run_program(part, "gemm", f"benchmarks/gemm.py --no-keep configs/gpt2-{more}")
     N, d, V, k = (32768, 1600, 50304, 4) if GPU else (64, 64, 512, 2)
     dtype = torch.bfloat16 if GPU else torch.float32
     size = 1e-9 * N * dtype.itemsize  # GB of a column
     turns: dict[str, Callable[[int], dict[str, Any]]] = {}
+    functorch.donated_buffer = False  # backwards run again and again
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=True)
@@ -267,14 +298,19 @@ def kernels(part: Part) -> None:
 
     def add(name: str, function, inputs, forward: float, backward: float, unit="GB/s") -> None:
         """Both passes of a function, and the amounts that they move or compute; no backward: 0."""
-        out = function(*inputs)
+        try:
+            out = function(*inputs)
+        except Exception as error:
+            part.note(time.monotonic(), run=name, failed=classify(error)[1])
+            return
         gradient = torch.randn_like(out)
 
         def back() -> object:
             return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
-        def run(work: Callable[[], object], amount: float, number: int) -> dict[str, Any]:
-            seconds = time_steps(work, 20 if GPU and number else 1, DEVICE)
+        def run(work: Callable[[], object], amount: float, _: int) -> dict[str, Any]:
+            work()  # compiles
+            seconds = time_steps(work, 20 if GPU else 1, DEVICE)
             return {"ms": 1e3 * seconds, unit: amount / seconds}
 
         turns[f"{name}, forward"] = functools.partial(run, lambda: function(*inputs), forward)
@@ -318,10 +354,11 @@ def exact(part: Part) -> None:
     part.note(time.monotonic(), run="initial values", **wrong)
 
     def run(w: Workload, _: int) -> dict[str, Any]:
-        more = f"--from {w.path} --amp off --n-steps {len(w.losses)} --warmup-steps 0 --warmup-seconds 0"
-        row = run_here("train.py", more.split(), part.out / part.name / w.shape)
-        (steps,) = (part.out / part.name / w.shape).glob("*/steps.jsonl")
-        wrong = w.wrong_steps("fp32", read_steps(steps))
+        more = f"--global-bsz {w.args.global_bsz} --seq-len {w.args.seq_len} --bsz auto --amp off"
+        more += f" --n-steps {len(w.losses)} --warmup-steps 0 --warmup-seconds 0"
+        row = run_here("train.py", [w.args.config, *more.split()], part.out / part.name / w.shape)
+        (steps,) = map(read_steps, (part.out / part.name / w.shape).glob("*/steps.jsonl"))
+        wrong = w.wrong_steps("fp32", steps)
         return row | ({"wrong": wrong} if wrong else {})
 
     shapes = {w.shape: w for w in workloads().values() if w.device == DEVICE.type}
@@ -330,21 +367,20 @@ def exact(part: Part) -> None:
 
 def check(part: Part) -> None:
     names = "gpt2-125m-bf16 moe-0.7b-bf16 llama-8b-proxy-bf16" if GPU else "gpt2-tiny-fp32"
-    run_program(
-        part, "check.py", "--only", *names.split(), "--output-dir", part.out / "check" / "runs"
-    )
+    runs = part.out / part.name / "runs"
+    run_program(part, "check", f"check.py --only {names} --output-dir", runs)
 
 
 def tests(part: Part) -> None:
-    plain = ("-m", "pytest", "-q", "-o", "addopts=")
-    run_program(part, *plain, "tests/test_kernels.py" if GPU else "tests/test_passes.py")
-    for marks in ("gpu and not alone", "gpu and alone") if GPU else ():
-        run_program(part, *plain, "tests/test_gpu.py", "-m", marks)
+    files = "tests/test_gpu.py tests/test_kernels.py" if GPU else "tests/test_passes.py"
+    for name, marks in {"shared": "not alone", "alone": "alone"}.items() if GPU else [("cpu", "")]:
+        run_program(part, name, f"-m pytest -q -o addopts= {files} -m", marks)
 
 
-# What each may take of the time that is left, in proportion.
+# Seconds that each needs on a GPU.
 PARTS = {
-    mission: 3, peers: 3, moe: 1.5, ranks: 2.5, kernels: 1, fp8: 3, exact: 1.5, check: 4, tests: 4
+    mission: 200, peers: 150, moe: 90, ranks: 180, kernels: 70, fp8: 200, exact: 150, check: 340,
+    tests: 480,
 }  # fmt: skip
 NAMES = {part.__name__: part for part in PARTS}
 
@@ -386,20 +422,24 @@ def main() -> int:
         os.chdir(common.ROOT)
         NAMES[names[0]](Part(names[0], out, args.until, args.nanogpt))
         return 0
-    if any((out / f"{name}.json").exists() for name in names):
+    if any((out / name).exists() for name in names):
         parser.error(f"{out}: has results already; choose another --output-dir")
     out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     until, good = time.monotonic() + 60 * args.minutes - 5, []
     for index, name in enumerate(names):
-        left = until - time.monotonic()
-        share = PARTS[NAMES[name]] / sum(PARTS[NAMES[n]] for n in names[index:])
-        ends = time.monotonic() + share * left
+        need, left = PARTS[NAMES[name]], until - time.monotonic()
+        if GPU and left < need / 2:
+            print(f"\n{name}: left out, it needs {need} s and there are {left:.0f}")
+            continue
+        # More, if all that follow have enough.
+        share = left * need / sum(PARTS[NAMES[other]] for other in names[index:])
+        ends = time.monotonic() + min(left, max(need, share))
         command = [sys.executable, __file__, name, "--until", str(ends), "--output-dir", str(out)]
         command += ["--nanogpt", args.nanogpt] if args.nanogpt else []
-        options = {"PYTHONUNBUFFERED": "1", "BENCHMARK_RESULTS": str(out)}
         print(f"\n{name} ...", flush=True)
         with (out / f"{name}.log").open("w") as log:
-            code = limited(command, ends + 3, log, **options)
+            code = limited(command, ends + 3, log, PYTHONUNBUFFERED="1", BENCHMARK_RESULTS=str(out))
         good.append(show(name, out) and code == 0)
         print(f"{name}: exit code {code}, {until - time.monotonic():.0f} s left", flush=True)
     return int(not all(good))

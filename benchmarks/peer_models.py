@@ -26,7 +26,7 @@ from transformers.models.llama import modeling_llama as llama
 from benchmarks.common import fresh_model
 from llm_train_bench.model.config import ModelConfig, load_config
 
-ROPE = llama.apply_rotary_pos_emb
+PLAIN = dict(vars(llama))  # Liger exchanges functions and classes of all models
 REWRITTEN = "torchtitan (rewritten)"
 Loss = Callable[[Callable[..., Any], Tensor, Tensor], Tensor]
 
@@ -79,7 +79,7 @@ def load(
         return Contestant(model, loss)
     if kind == "torchtitan":
         return load_torchtitan(c, weights, T, device, compiled, amp)
-    llama.apply_rotary_pos_emb = ROPE  # Liger exchanges it for all models
+    vars(llama).update(PLAIN)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
     model = model.to(device).train()

@@ -6,7 +6,7 @@
 
 The real packages (peer_models.py), each as its users run it, in the barest loop: transformers, litgpt,
 torchtitan, nanoGPT. Before anything is timed, each must give the
-loss and the gradient norm of ours for one batch; who does not is out. nanoGPT does so with GPT-2's GELU,
+loss and the gradient norm of ours for one sample; who does not is out. nanoGPT does so with GPT-2's GELU,
 and is timed with its own, the exact one. Each round of each has a process of its own; all are tuned alike
 (freed memory is kept, no garbage collection within steps). 6 layers, 6 heads, 384 wide, T 256, B 8,
 vocabulary 256, fp32 and bf16. On a GPU, benchmarks/on_gpu.py does the same with models of its size.
@@ -67,17 +67,17 @@ class Shape(NamedTuple):
 SHAPES = {"gpt2": Shape(GPT2, 8, 256, 3, 4), "llama": Shape(LLAMA, 8, 256, 3, 4)}
 
 
-def first_batch(shape: Shape) -> Tensor:
-    """The ids that all are compared on."""
-    generator, size = torch.Generator().manual_seed(1), (shape.B, shape.T + 1)
+def first_sample(shape: Shape) -> Tensor:
+    """The ids (1, T + 1) that all are compared on."""
+    generator, size = torch.Generator().manual_seed(1), (1, shape.T + 1)
     return torch.randint(shape.config["vocab_size"], size, generator=generator).to(DEVICE)
 
 
 def write_checkpoint(shape: Shape, directory: Path) -> None:
-    """Our own fresh weights as a Hugging Face checkpoint; our loss and norm of the first batch."""
+    """Our own fresh weights as a Hugging Face checkpoint; our loss and norm of the first sample."""
     for name in ("config.json", "plain.json"):  # the first becomes the checkpoint's
         (directory / name).write_text(json.dumps(shape.config))
-    model, ids = common.fresh_model(directory / "config.json", shape.T, DEVICE), first_batch(shape)
+    model, ids = common.fresh_model(directory / "config.json", shape.T, DEVICE), first_sample(shape)
     save_pretrained(model, directory)
     ours = {}
     for amp in AMPS if DEVICE.type == "cpu" else ["bf16"]:
@@ -109,7 +109,7 @@ def time_peer(peer: str, compiled: bool, amp: str, shape: Shape, directory: Path
     ours, limit = json.loads((directory / "ours.json").read_text())[amp], TOLERANCES[amp]
     amp = "off" if c.sharded else amp
     with autocast(amp, DEVICE):
-        loss = loss_of(c, c.module, first_batch(shape))
+        loss = loss_of(c, c.module, first_sample(shape))
     theirs = agreement(loss, c.module)
     if not all(abs(a / b - 1) < limit for a, b in zip(theirs, ours, strict=True)):
         raise common.ContestantEnded(f"loss and gradient norm are {theirs}, ours {ours}; not timed")
@@ -122,8 +122,6 @@ def time_peer(peer: str, compiled: bool, amp: str, shape: Shape, directory: Path
     step = common.bare_step(c.module, functools.partial(loss_of, c, called), shape.draw, amp)
     with uncollected():
         time_steps(step, shape.warmup, DEVICE)
-        if ranks > 1:
-            dist.barrier()
         return time_steps(step, shape.steps, DEVICE)
 
 

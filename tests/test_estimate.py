@@ -902,7 +902,7 @@ def test_a_pipelines_events_wait_for_each_other():
 
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_nothing_hides_an_exchange_on_a_cpu(script):
-    """Measured so by benchmarks/scaling.py; formulas and events agree."""
+    """Measured so with gloo (docs/SPEED.md); formulas and events agree."""
     cpu = dataclasses.replace(H100, name="Some CPU, 1 thread", ring_gb_per_s=20)
     work = work_of("llama-tiny.json --bsz 4 --seq-len 128", script, 2)
     estimate = estimate_speed(work, cpu)

@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -134,6 +135,15 @@ def test_why_there_is_no_gpu(monkeypatch):
             device.pick_device("cuda")
 
 
+def nccl(version: int):
+    """NCCL's function that tells its version."""
+
+    def tell(pointer):
+        pointer._obj.value = version
+
+    return tell
+
+
 def test_ranks_share_a_gpu_only_where_asked_and_where_nccl_can(monkeypatch):
     for name, answer in {"is_available": True, "device_count": 2, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
@@ -141,11 +151,15 @@ def test_ranks_share_a_gpu_only_where_asked_and_where_nccl_can(monkeypatch):
     with pytest.raises(OwnError, match=r"sees no GPU for itself, only 2 in all.*_ENABLE=1 lets"):
         device.pick_device("cuda", 2)
     monkeypatch.setenv(device.SHARE_GPU, "1")
-    monkeypatch.setattr(device.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(
+        device.ctypes, "CDLL", lambda _: SimpleNamespace(ncclGetVersion=nccl(23007))
+    )
     with pytest.raises(OwnError, match=r"NCCL 2\.30\.7 does not let ranks share a GPU"):
         device.pick_device("cuda", 2)
     assert device.pick_device("cuda", 1) == torch.device("cuda", 1)
-    monkeypatch.setattr(device.nccl, "version", lambda: (2, 31, 2))
+    monkeypatch.setattr(
+        device.ctypes, "CDLL", lambda _: SimpleNamespace(ncclGetVersion=nccl(23102))
+    )
     assert device.pick_device("cuda", 5) == torch.device("cuda", 1)
     monkeypatch.setattr(launch, "memory_gib", lambda _: 80.0)
     ranks = Ranks(5, 6, 5)

@@ -46,12 +46,26 @@ def check_sharing(local_rank: int, n: int) -> None:
             "per GPU, and let each see all of them (srun: --gpu-bind=none, not --gpus-per-task). "
             f"{SHARE_GPU}=1 lets ranks share GPUs, to test layouts (docs/LAYOUTS.md)"
         )
-    version = nccl.version()
+    version = nccl_version()
     if torch.version.hip or version < SHARES_FROM:
         library = "RCCL" if torch.version.hip else f"NCCL {'.'.join(map(str, version))}"
         raise OwnError(
             f"{SHARE_GPU}=1: {library} does not let ranks share a GPU; NCCL 2.31 does (docs/LAYOUTS.md)"
         )
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of NCCL, or RCCL on AMD, that is loaded: not always the one PyTorch was built with.
+
+    RuntimeError or AttributeError in a build without it.
+    """
+    number = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("librccl.so.1" if torch.version.hip else "libnccl.so.2")
+        library.ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # it is a part of PyTorch's own library
+        return nccl.version()
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def gpu_of(device: torch.device) -> str | None:

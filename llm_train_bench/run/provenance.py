@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.cuda import nccl
 
 from llm_train_bench import __version__
 from llm_train_bench.base import hardware
@@ -22,7 +21,7 @@ from llm_train_bench.base.files import CREDENTIALS, ROOT, SECRET
 from llm_train_bench.base.machine import cpu_name, installed_version, n_cores
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.measure.device import device_memory_gib, device_name
+from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_version
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.results.result_files import now, this_process
 from llm_train_bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result, StepSize
@@ -250,7 +249,7 @@ def source_revision() -> dict[str, str | bool | None]:
 def _nccl() -> str | None:
     """Version of NCCL, or of RCCL on AMD."""
     try:
-        return ".".join(map(str, nccl.version()))
+        return ".".join(map(str, nccl_version()))
     except (RuntimeError, AttributeError):  # a build without it
         return None
 
