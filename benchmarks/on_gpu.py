@@ -63,9 +63,7 @@ LAYERS = "num_hidden_layers"
 DIFFERS = {"losses": 3e-3, "norm": 0.05}  # relative: more than by any format
 
 # Config, its changes, micro batch and tokens, with 120 GiB of memory and with less; the config on a CPU.
-MODELS: dict[
-    str, tuple[str, dict[str, int], tuple[int, int], dict[str, int], tuple[int, int], str]
-] = {
+MODELS: dict[str, tuple[Any, ...]] = {
     "125m": ("gpt2-125m", {}, (128, 1024), {}, (64, 1024), "gpt2-tiny"),
     "1.5b": ("gpt2-1.5b", {}, (32, 1024), {}, (12, 1024), "gpt2-tiny"),
     "8b": ("llama-3.1-8b", {LAYERS: 16}, (5, 4096), {LAYERS: 8}, (3, 4096), "llama-tiny"),
@@ -228,7 +226,7 @@ def limited(command: list[str], until: float, log: Any, **environment: str) -> i
 
 
 def mission(part: Part) -> None:
-    run_commands(part, MISSION, rounds=1)
+    run_commands(part, MISSION, rounds=2 if GPU else 1)
 
 
 def moe(part: Part) -> None:

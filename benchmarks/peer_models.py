@@ -79,7 +79,7 @@ def load(
         return Contestant(model, loss)
     if kind == "torchtitan":
         return load_torchtitan(c, weights, T, device, compiled, amp)
-    vars(llama).update(PLAIN)
+    llama.__dict__.update(PLAIN)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
     model = model.to(device).train()

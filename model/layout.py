@@ -63,32 +63,31 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class Permute(OwnFunction):
-    """Tokens (N, d) to one row for each choice (N k, d), in a given order.
+    """Tokens (N, d) to one row for each choice (N k, d), in a given order; `places` is its inverse.
 
-    PyTorch's own gradient of this indexing adds rows up one by one. With the inverse order it is a
-    gather and a sum.
+    PyTorch's own gradient of this indexing adds rows up one by one. This one is a gather and a sum.
     """
 
     @staticmethod
-    def forward(ctx, tokens, order, inverse, k):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(inverse)
+    def forward(ctx, tokens, order, places, k):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(places)
         ctx.k = k
         return tokens[order // k]
 
     @staticmethod
     def backward(ctx, *grads):
-        (inverse,) = ctx.saved_tensors
-        rows = grads[0][inverse].unflatten(0, (-1, ctx.k))
+        (places,) = ctx.saved_tensors
+        rows = grads[0][places].unflatten(0, (-1, ctx.k))
         return rows.sum(1, dtype=rows.dtype), None, None, None
 
 
 class Unpermute(OwnFunction):
-    """Rows (R, d) in a given order to their places before it; the gradient is a gather too."""
+    """Rows (R, d) in a given order back to their places; the gradient is a gather too."""
 
     @staticmethod
-    def forward(ctx, rows, order, inverse):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, rows, order, places):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(order)
-        return rows[inverse]
+        return rows[places]
 
     @staticmethod
     def backward(ctx, *grads):

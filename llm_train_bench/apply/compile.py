@@ -97,9 +97,8 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         if not whole:  # rows are put in order eagerly
             mlp: Any = block.mlp
             mlp.sent = torch.compiler.disable(mlp.sent)
-            if (
-                model.layout.tp * model.layout.ep > 1
-            ):  # experts are gathered apart, and rows exchanged
+            # Ranks that divide experts exchange rows; those of tp gather experts apart, by hooks.
+            if model.layout.tp * model.layout.ep > 1:
                 mlp.mixed = torch.compiler.disable(mlp.mixed)
         compiled = torch.compile(block.forward, mode=mode, fullgraph=whole, dynamic=False)
         block.forward = _named(compiled, f"blocks.{layer}")

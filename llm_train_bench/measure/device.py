@@ -54,7 +54,7 @@ def check_sharing(local_rank: int, n: int) -> None:
         )
 
 
-def nccl_version() -> tuple[int, ...]:
+def nccl_version() -> tuple[int, int, int]:
     """The version of NCCL, or RCCL on AMD, that is loaded: not always the one PyTorch was built with.
 
     RuntimeError or AttributeError in a build without it.
@@ -64,7 +64,7 @@ def nccl_version() -> tuple[int, ...]:
         library = ctypes.CDLL("librccl.so.1" if torch.version.hip else "libnccl.so.2")
         library.ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):  # it is a part of PyTorch's own library
-        return nccl.version()
+        return nccl.version()[:3]
     return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
