@@ -80,11 +80,11 @@ def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -
     return (tokens[:, None] * e.per_token + torch.arange(e.per_token, device=device)) % e.number
 
 
-_eager_grouped_mm: Any = torch.compiler.disable(F.grouped_mm)
-
-
 class Stacked(nn.Module):
     """The matrices (E, out, in) of one linear layer of each expert, and their biases (E, out)."""
+
+    # Of formats other than bf16, which the compiler does not know (apply_compile).
+    grouped_mm = staticmethod(F.grouped_mm)
 
     def __init__(self, number: int, inside: int, outside: int, bias: bool):
         super().__init__()
@@ -93,9 +93,8 @@ class Stacked(nn.Module):
 
     def product(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Rows (R, in) times the weights (E, in, out) of the experts whose rows end there."""
-        if rows.dtype != torch.bfloat16:  # the compiler knows no other
-            return _eager_grouped_mm(rows, weight, offs=ends)
-        return F.grouped_mm(rows, weight, offs=ends)
+        function = F.grouped_mm if rows.dtype == torch.bfloat16 else self.grouped_mm
+        return function(rows, weight, offs=ends)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows (R, in) sorted by expert, `counts` (E,) of each, to (R, out); one grouped matmul.

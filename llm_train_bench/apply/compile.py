@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.compiler.config
+import torch.nn.functional as F
 
 from llm_train_bench.base.errors import CompileError
 from llm_train_bench.model.operators import OwnFunction
@@ -92,11 +93,14 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
     if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
+    grouped_mm = torch.compiler.disable(F.grouped_mm)
     for layer, block in model.blocks.items():
         whole = not model.config.has_experts(int(layer))
         if not whole:  # rows are put in order eagerly
             mlp: Any = block.mlp
             mlp.sent = torch.compiler.disable(mlp.sent)
+            for stacked in mlp.experts.children():
+                stacked.grouped_mm = grouped_mm
             # Ranks that divide experts exchange rows; those of tp gather experts apart, by hooks.
             if model.layout.tp * model.layout.ep > 1:
                 mlp.mixed = torch.compiler.disable(mlp.mixed)
