@@ -5,8 +5,7 @@
 It needs a CUDA build of torch 2.11. Our step, and those of transformers, nanoGPT, litgpt and torchtitan,
 run under PyTorch's fake CUDA tensors, through the real torch.compile for sm_90. What Inductor generates
 is executed too, except its Triton kernels, whose bytes are Inductor's own estimate. Every other operator
-(matmuls, attention, eager ones) counts as its inputs and outputs, each once. Models of one block and of
-two give the rest. docs/SPEED.md has the outcome.
+counts as its inputs and outputs, each once. Models of one block and of two give the rest (docs/SPEED.md).
 
 Limits: nothing is timed; the ms are a roofline's. What one kernel touches twice is a cache hit, and
 between kernels nothing stays in the cache. A kernel that reads a part of its input may count as reading

@@ -15,16 +15,16 @@
 Parts run in this order, one process each, until N minutes are over (9). One that needs more than is left
 is left out. The runs of a part take turns, in rounds. Each shows its first losses, and is wrong if they
 or its first gradient norm differ from those of its model's first run. DIR/PART.json has the results as
-they come, DIR/PART.log what was printed, DIR/PART/ the runs. On a CPU the models are tiny. The exit code
-is 1 if anything failed or was wrong.
+they come, DIR/PART.log what was printed, DIR/PART/ the runs. On a CPU the models are tiny. Exit codes: 1
+if anything failed or was wrong, else 5 if there was no time for something.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import gc
 import importlib.util
-import itertools
 import json
 import os
 import signal
@@ -59,7 +59,7 @@ from llm_train_bench.run.failures import classify
 
 DEVICE = common.device_of_runs()
 GPU = DEVICE.type == "cuda"
-LAYERS = "num_hidden_layers"
+LAYERS, NO_TIME = "num_hidden_layers", "no time"
 DIFFERS = {"losses": 3e-3, "norm": 0.05}  # relative: more than by any format
 
 # Config, its changes, micro batch and tokens, with 120 GiB of memory and with less; the config on a CPU.
@@ -93,7 +93,8 @@ MOE = {
 FP8 = {"8b, bf16": f"train.py 8b {COMPILED}", "8b, FP8": f"train.py 8b {COMPILED} {TORCHAO}"}
 TRACED = {
     f"{model}, {kind}, traced": f"{FP8[f'8b, {kind}']} --profile".replace("8b", model)
-    for model, kind in itertools.product(("8b", "1.5b"), ("bf16", "FP8"))
+    for model in ("8b", "1.5b")
+    for kind in ("bf16", "FP8")
 }
 
 
@@ -129,7 +130,7 @@ class Part:
                 began = time.monotonic()
                 longest = max(self.took.values(), default=0)
                 if self.until - began < 1.2 * self.took.get(name, longest):
-                    self.note(began, round=number, run=name, left_out="no time")
+                    self.note(began, round=number, run=name, left_out=NO_TIME)
                     continue
                 row: dict[str, Any]
                 try:
@@ -220,9 +221,22 @@ def limited(command: list[str], until: float, log: Any, **environment: str) -> i
     except subprocess.TimeoutExpired:
         return 124
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process.pid)
         process.wait()
+
+
+def kill_all(pid: int) -> None:
+    """End a process, its group, and all that it started in other groups."""
+    found, children = [pid], collections.defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children[parent].append(int(stat.parent.name))
+    for each in found:
+        found += children[each]
+    for kill, each in ((os.killpg, pid), *((os.kill, each) for each in found)):
+        with contextlib.suppress(ProcessLookupError):
+            kill(each, signal.SIGKILL)
 
 
 def mission(part: Part) -> None:
@@ -290,9 +304,8 @@ def kernels(part: Part) -> None:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=True)
 
-    def fused(function: Callable[..., Tensor], **options: bool) -> Callable[..., Tensor]:
-        settings: Any = options
-        return torch.compile(function, options=settings, dynamic=False) if GPU else function
+    def fused(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+        return torch.compile(function, options={**options}, dynamic=False) if GPU else function
 
     def add(name: str, function, inputs, forward: float, backward: float, unit="GB/s") -> None:
         """Both passes of a function, and the amounts that they move or compute; no backward: 0."""
@@ -347,8 +360,7 @@ def exact(part: Part) -> None:
     here, cpu = torch.empty(2**20 + 3, device=DEVICE), torch.empty(2**20 + 3)
     for values in (here, cpu):
         fill_normal(values, 0.02, "0/equal")
-    same = torch.equal(here.cpu(), cpu)
-    wrong = {} if same else {"wrong": "not those of a CPU"}
+    wrong = {} if torch.equal(here.cpu(), cpu) else {"wrong": "not those of a CPU"}
     part.note(time.monotonic(), run="initial values", **wrong)
 
     def run(w: Workload, _: int) -> dict[str, Any]:
@@ -365,8 +377,7 @@ def exact(part: Part) -> None:
 
 def check(part: Part) -> None:
     names = "gpt2-125m-bf16 moe-0.7b-bf16 llama-8b-proxy-bf16" if GPU else "gpt2-tiny-fp32"
-    runs = part.out / part.name / "runs"
-    run_program(part, "check", f"check.py --only {names} --output-dir", runs)
+    run_program(part, "check", f"check.py --only {names} --output-dir", part.out / "check/runs")
 
 
 def tests(part: Part) -> None:
@@ -390,8 +401,8 @@ def cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str("" if value is None else value)
 
 
-def show(name: str, out: Path) -> bool:
-    """Print the table of a part, with the values of all rounds. Whether nothing failed or was wrong."""
+def show(name: str, out: Path) -> int:
+    """Print the table of a part, with the values of all rounds; returns the exit code of what it has."""
     path = out / f"{name}.json"
     rows = json.loads(path.read_text()) if path.exists() else []
     columns = list(dict.fromkeys(key for row in rows for key in row if key != "round"))
@@ -401,7 +412,9 @@ def show(name: str, out: Path) -> bool:
             runs.setdefault(row["run"], {}).setdefault(key, {})[cell(value)] = None
     cells = [[", ".join(run.get(key, ())) for key in columns] for run in runs.values()]
     common.show(columns, cells, left=columns)
-    return bool(rows) and not {"failed", "wrong"} & set(columns)
+    if not rows or {"failed", "wrong"} & set(columns):
+        return 1
+    return 5 if any(row.get("left_out") == NO_TIME for row in rows) else 0
 
 
 def main() -> int:
@@ -412,36 +425,48 @@ def main() -> int:
     parser.add_argument("--nanogpt", type=os.path.abspath, help="a checkout of karpathy/nanoGPT")
     parser.add_argument("--until", type=float, help="of this one part, in its own process")
     args = parser.parse_args()
-    names, out = args.parts or list(NAMES), args.output_dir.resolve()
+    names, out = list(dict.fromkeys(args.parts)) or list(NAMES), args.output_dir.resolve()
     if unknown := set(names) - set(NAMES):
         parser.error(f"{unknown.pop()}: no such part; there are {', '.join(NAMES)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what was started
     if args.until:
         (out / names[0]).mkdir(exist_ok=True)
         os.chdir(common.ROOT)
         NAMES[names[0]](Part(names[0], out, args.until, args.nanogpt))
         return 0
+    if args.nanogpt and not (Path(args.nanogpt) / "model.py").exists():
+        parser.error(
+            f"--nanogpt {args.nanogpt}: has no model.py; give a checkout of karpathy/nanoGPT"
+        )
+    if not args.minutes > 0.2:
+        parser.error(f"--minutes {args.minutes:g}: is too short for anything")
     if any((out / name).exists() for name in names):
         parser.error(f"{out}: has results already; choose another --output-dir")
-    out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    until, good = time.monotonic() + 60 * args.minutes - 5, []
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output-dir {out}: cannot be made: {error.strerror}")
+    until, codes = time.monotonic() + 60 * args.minutes - 5, []
     for index, name in enumerate(names):
         need, left = PARTS[NAMES[name]], until - time.monotonic()
-        if GPU and left < need / 2:
+        if left < (need / 2 if GPU else 3):
             print(f"\n{name}: left out, it needs {need} s and there are {left:.0f}")
+            codes.append(5)
             continue
-        # More, if all that follow have enough.
         share = left * need / sum(PARTS[NAMES[other]] for other in names[index:])
-        ends = time.monotonic() + min(left, max(need, share))
+        ends = time.monotonic() + min(left, max(need, share) if GPU else share)
         command = [sys.executable, __file__, name, "--until", str(ends), "--output-dir", str(out)]
         command += ["--nanogpt", args.nanogpt] if args.nanogpt else []
-        print(f"\n{name} ...", flush=True)
+        print(f"\n{name}\n", flush=True)
         with (out / f"{name}.log").open("w") as log:
             code = limited(command, ends + 3, log, PYTHONUNBUFFERED="1", BENCHMARK_RESULTS=str(out))
-        good.append(show(name, out) and code == 0)
+        codes += [show(name, out), int(code != 0)]
         print(f"{name}: exit code {code}, {until - time.monotonic():.0f} s left", flush=True)
-    return int(not all(good))
+    return 1 if 1 in codes else max(codes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -16,7 +16,9 @@ from tests.helpers import FAMILIES, config
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 # Functions that are made of operators in the lists, or have another name in Python.
 MADE_OF = {"square": "pow", "__pow__": "pow", "__rpow__": "pow", "normalize": "norm"}
-MADE_OF |= {"cross_entropy": "nll_loss", "softmin": "softmax"}
+MADE_OF |= {"cross_entropy": "nll_loss", "softmin": "softmax", "linalg_norm": "norm"}
+MADE_OF |= {"__rtruediv__": "reciprocal", "__rdiv__": "reciprocal", "special_expm1": "expm1"}
+MADE_OF |= {"special_softmax": "softmax", "special_logsumexp": "logsumexp"}
 
 
 def autocast_list(name: str) -> set[str]:
@@ -61,7 +63,7 @@ def exact_router(module: torch.nn.Module) -> bool:
 
 
 def formats(family: str, cuda: bool) -> dict[str, torch.dtype]:
-    """Each block's output, and the inputs of its linear layers and experts, of one forward pass.
+    """Outputs of blocks and the last norm, inputs of linear layers and experts, of one forward pass.
 
     `cuda` has fp32 parameters under autocast with CUDA's lists, as train.py and train_ddp.py have it;
     otherwise parameters are bf16 and there is no autocast, as in train_fsdp.py.
@@ -91,7 +93,7 @@ def formats(family: str, cuda: bool) -> dict[str, torch.dtype]:
     for name, module in model.blocks.named_modules():
         if isinstance(module, torch.nn.Linear | Stacked) and not exact_router(module):
             note_input(name, module)
-    for name, block in model.blocks.items():
+    for name, block in (*model.blocks.items(), ("norm", model.norm)):
         note_output(name, block)
     tokens = torch.arange(16)[None] % c.vocab_size
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=cuda)

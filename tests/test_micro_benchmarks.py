@@ -86,18 +86,19 @@ def test_a_run_of_on_gpu_that_fails_or_is_wrong_ends_no_other(tmp_path):
     assert wrong == dict.fromkeys(("125m, bad", "125m, nan"), "other losses")
     assert {row["run"] for row in rows if "failed" in row} == {"125m, large"}
     assert {row["run"] for row in rows if "left_out" in row} == {"125m, te"}
-    assert not on_gpu.show("moe", tmp_path)
+    assert on_gpu.show("moe", tmp_path) == 1
     late = on_gpu.Part("late", tmp_path, time.monotonic(), None)
     late.take_turns({"125m": run(4.0)}, rounds=1)
-    assert late.rows[0]["left_out"] == "no time"
+    assert late.rows[0]["left_out"] == "no time" and on_gpu.show("late", tmp_path) == 5
 
 
 def test_what_a_part_started_ends_with_its_time(tmp_path):
-    """Its children too, which a file shows: nothing writes into it any more."""
+    """Its children too, in sessions of their own, which a file shows: nothing writes into it any more."""
     child = (
         "import time, pathlib\nwhile True: pathlib.Path('beat').write_text('x'); time.sleep(0.01)"
     )
-    code = f"import subprocess as s, sys\ns.run([sys.executable, '-c', {child!r}], cwd={str(tmp_path)!r})"
+    options = f"cwd={str(tmp_path)!r}, start_new_session=True"
+    code = f"import subprocess as s, sys\ns.run([sys.executable, '-c', {child!r}], {options})"
     beat = tmp_path / "beat"
     with (tmp_path / "log").open("w") as log:
         while not beat.exists():
@@ -109,15 +110,18 @@ def test_what_a_part_started_ends_with_its_time(tmp_path):
 
 
 def test_on_gpu_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """Two parts of it. All take two minutes: python benchmarks/on_gpu.py."""
-    done = python("benchmarks/on_gpu.py mission ranks --minutes 30 --output-dir", tmp_path / "out")
+    """One part of it. All take two minutes: python benchmarks/on_gpu.py."""
+    done = python("benchmarks/on_gpu.py mission --minutes 30 --output-dir", tmp_path / "out")
     rows = json.loads((tmp_path / "out/mission.json").read_text())
     assert all("Transformer Engine" in row["run"] for row in rows if "left_out" in row)
     assert all(len(row["losses"]) == 3 for row in rows if "left_out" not in row)
-    assert len(rows) == len(on_gpu.MISSION) and done.stdout.count("exit code 0") == 2
+    assert len(rows) == len(on_gpu.MISSION) and "mission: exit code 0" in done.stdout
     for argv, why in (
-        (["ranks", "--output-dir", str(tmp_path / "out")], "has results already"),
+        (["mission", "--output-dir", str(tmp_path / "out")], "has results already"),
         (["facts"], "facts: no such part; there are mission, peers"),
+        (["moe", "--output-dir", str(tmp_path / "out/mission.json/x")], "cannot be made"),
+        (["peers", "--nanogpt", str(tmp_path)], "has no model.py"),
+        (["moe", "--minutes", "nan"], "is too short"),
     ):
         monkeypatch.setattr(sys, "argv", ["on_gpu.py", *argv])
         with pytest.raises(SystemExit) as end:

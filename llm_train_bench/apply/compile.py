@@ -71,7 +71,7 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
 
     Block by block, since identical blocks share one compiled graph: compile time does not grow with
     depth. The forward is compiled rather than the call, so that hooks (FSDP's) stay outside.
-    `fullgraph` turns a graph break into an error; a block with experts has one. `exact_casts` rounds
+    `fullgraph` turns a graph break into an error; a block with experts has some. `exact_casts` rounds
     between fused kernels as eager code does, which FP8 scaled by rows needs before torch 2.13.
     """
     if mode is None:
