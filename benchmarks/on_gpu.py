@@ -256,11 +256,10 @@ def fp8(part: Part) -> None:
 def peers(part: Part) -> None:
     from benchmarks import peers as bench
 
-    until, shapes = (
-        part.until,
-        {"gpt2, 125m": (32, 30), "gpt2, 1.5b": (12, 12), "llama, 8b": (2, 12)},
-    )
+    until = part.until
+    shapes = {"gpt2, 125m": (32, 30), "gpt2, 1.5b": (12, 12), "llama, 8b": (2, 12)}
     for index, (name, (B, steps)) in enumerate(shapes.items()):
+        part.until = time.monotonic() + (until - time.monotonic()) / (len(shapes) - index)
         family, model = name.split(", ")
         config, _, T = sized(model)
         config |= bench.NO_DROPOUT if family == "gpt2" else {LAYERS: 4, "rope_scaling": None}
@@ -268,7 +267,7 @@ def peers(part: Part) -> None:
         with tempfile.TemporaryDirectory() as top:
             save = functools.partial(bench.write_checkpoint, shape, Path(top))
             part.take_turns({f"{name}, our weights": lambda _, save=save: save() or {}}, rounds=1)
-            if "failed" in part.rows[-1]:
+            if {"failed", "left_out"} & part.rows[-1].keys():
                 continue
             flags = bench.our_flags(shape, Path(top), GPU, "bf16")
 
@@ -282,7 +281,6 @@ def peers(part: Part) -> None:
             turns: dict[str, Callable[[int], dict[str, Any]]] = {f"{name}, ours": time_ours}
             for peer in bench.peers_of(family, part.nanogpt, GPU):
                 turns[f"{name}, {peer.partition('=')[0]}"] = functools.partial(time_peer, peer)
-            part.until = time.monotonic() + (until - time.monotonic()) / (len(shapes) - index)
             part.take_turns(turns, rounds=3 if GPU else 1)
 
 
@@ -329,10 +327,8 @@ def kernels(part: Part) -> None:
             turns[f"{name}, backward"] = functools.partial(run, back, backward)
 
     for width in (768, d):
-        norm, inputs = (
-            fused(lambda x, w: F.layer_norm(x, w.shape, w, w)),
-            (random(N, width), random(width)),
-        )
+        norm = fused(lambda x, w: F.layer_norm(x, w.shape, w, w))
+        inputs = random(N, width), random(width)
         add(f"LayerNorm {width}", norm, inputs, 2 * size * width, 3 * size * width)
     swiglu = fused(lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1])
     add("SwiGLU", swiglu, (random(N, 8 * d),), 12 * size * d, 20 * size * d)
@@ -453,6 +449,7 @@ def main() -> int:
             print(f"\n{name}: left out, it needs {need} s and there are {left:.0f}")
             codes.append(5)
             continue
+        # More, if all that follow have enough.
         share = left * need / sum(PARTS[NAMES[other]] for other in names[index:])
         ends = time.monotonic() + min(left, max(need, share) if GPU else share)
         command = [sys.executable, __file__, name, "--until", str(ends), "--output-dir", str(out)]

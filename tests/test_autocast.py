@@ -39,8 +39,8 @@ class CudaAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").removesuffix("_") or "none"
-        name = MADE_OF.get(getattr(func, "__name__", ""), name)
+        name = getattr(func, "__name__", "")
+        name = MADE_OF.get(name, name.removesuffix("_"))
         low = [x for x in (*args, *kwargs.values()) if is_low(x)]
         known = self.wide | self.wide_by_default | self.widest
         if not low or name not in known or not torch.is_autocast_enabled("cpu"):

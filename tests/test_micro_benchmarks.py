@@ -92,6 +92,39 @@ def test_a_run_of_on_gpu_that_fails_or_is_wrong_ends_no_other(tmp_path):
     assert late.rows[0]["left_out"] == "no time" and on_gpu.show("late", tmp_path) == 5
 
 
+def test_peers_of_every_shape_have_their_share_of_the_time(tmp_path, monkeypatch):
+    """On a GPU the rounds of a shape use all of it. Each run takes ten seconds of a stand-in's clock."""
+    from benchmarks import peers
+
+    clock = [0.0]
+
+    def run(*_):
+        clock[0] += 10
+        return {"losses": [4.0], "norm": 1.0, "ms": 1.0}
+
+    monkeypatch.setattr(on_gpu, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(on_gpu, "GPU", True)
+    monkeypatch.setattr(on_gpu, "sized", lambda _: ({"vocab_size": 9}, 2, 8))
+    monkeypatch.setattr(on_gpu, "run_here", run)
+
+    def save(_, directory):
+        run()
+        (directory / "saved").touch()
+
+    def time_peer(*args):
+        assert (args[-1] / "saved").exists()
+        return run()["ms"]
+
+    monkeypatch.setattr(peers, "write_checkpoint", save)
+    monkeypatch.setattr(peers, "time_peer", time_peer)
+    part = on_gpu.Part("peers", tmp_path, 150.0, None)
+    on_gpu.peers(part)
+    timed = {row["run"] for row in part.rows if "ms" in row}
+    assert {name.rpartition(", ")[0] for name in timed} == {"gpt2, 125m", "gpt2, 1.5b", "llama, 8b"}
+    assert any("left_out" in row for row in part.rows) and clock[0] <= 150
+    assert not any("failed" in row for row in part.rows)
+
+
 def test_what_a_part_started_ends_with_its_time(tmp_path):
     """Its children too, in sessions of their own, which a file shows: nothing writes into it any more."""
     child = (
