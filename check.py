@@ -52,7 +52,7 @@ class CheckArgs:
     author: str | None = flag(None, metavar="NAME", needs="verify")
     nodes: bool = flag(False)
     only: tuple[str, ...] = flag((), metavar="NAME ...")
-    at_least: str = flag("90%", metavar="PERCENT")
+    at_least: float = flag(0.9, above=0, at_most=2, metavar="PERCENT")
     nproc: int | None = flag(None, at_least=1)
     output_dir: str | None = flag(None, metavar="DIR")
     archive: str | None = flag(None, metavar="FILE.tgz")
@@ -70,7 +70,6 @@ def main(argv: Sequence[str]) -> int:
         from llm_train_bench.check.node_survey import survey_job  # needs torch
 
         return survey_job(args.nproc, args.json)
-    at_least = percent(args.at_least)
     kind = detect_platform()
     device = "cpu" if kind == "cpu" else "cuda"
     chosen = [workload_named(name) for name in args.only]
@@ -90,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
             chosen,
             ranks,
             directory,
-            at_least,
+            args.at_least,
             machine_check.reached_by_others(results),
             say,
         )
@@ -110,17 +109,6 @@ def gpu_count(kind: Platform) -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def percent(text: str) -> float:
-    """A part given as per cent; UsageError for anything else."""
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 10:
-        raise UsageError(f"--at-least {text}: must be per cent, such as 90%")
-    return value
 
 
 def say(text: str) -> None:

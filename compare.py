@@ -89,7 +89,7 @@ class GateFlags:
     """
 
     baseline: str | None = flag(None, metavar="FILE")
-    tolerance: str = flag("5%", metavar="PERCENT", needs="baseline")
+    tolerance: float = flag(0.05, at_least=0, below=1, metavar="PERCENT", needs="baseline")
     update_baselines: bool = flag(False, needs="baseline")
     allow: tuple[Literal["new", "missing"], ...] = flag((), needs="baseline")
 

@@ -76,8 +76,9 @@ def main(argv: Sequence[str]) -> int:
     gpu = device_of(wanted.gpu, wanted)
 
     def planned(flags: dict[str, Any], gpus: int) -> Plan:
-        changed, memory = dataclasses.replace(args, **flags), gpu.memory_gib
-        return plan_by(wanted.trainer, changed, script, gpus, gpu.platform, memory_gib=memory)
+        changed = dataclasses.replace(args, **flags)
+        has = {"memory_gib": gpu.memory_gib, "native_amp": gpu.native_amp}
+        return plan_by(wanted.trainer, changed, script, gpus, gpu.platform, **has)
 
     plan = planned({}, wanted.gpus)
     if wanted.calibrate:
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     show_estimate(estimate, wanted, plan.work)
     for note in plan.notes:
         print(note)
-    if gpu.lacks_bf16 and plan.work.amp == "bf16":
+    if gpu.native_amp == "fp16" and plan.work.amp == "bf16":
         print(f"{gpu.name} has no bf16: the estimate has the peak of fp16; use --amp fp16 there")
     if wanted.gpus > gpu.per_node and (last := wanted.gpus % gpu.per_node):
         print(

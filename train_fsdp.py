@@ -1,8 +1,13 @@
-"""Train with FSDP2 (fully_shard) or HSDP; starts one process per GPU, or joins a launcher's."""
+"""Train with FSDP2 (fully_shard) or HSDP; starts one process per GPU, or joins a launcher's.
+
+python train_fsdp.py configs/llama-70b-proxy.json --sac-freq 1/4
+python train_fsdp.py configs/llama-3.1-70b.json --tp 8 --sac-freq 1/1 --pt-compile
+python train_fsdp.py configs/moe-tiny.json --ep 2 --nproc 2 --device cpu
+"""
 
 import sys
 
-import llm_train_bench.settings.early_help  # noqa: F401
+import llm_train_bench.settings.before_torch  # noqa: F401
 
 import torch
 

@@ -1,8 +1,13 @@
-"""Train with pipeline parallelism: each group of ranks has some layers, sharded by FSDP2 in it."""
+"""Train with pipeline parallelism: each group of ranks has some layers, sharded by FSDP2 in it.
+
+python train_pp.py configs/llama-70b-proxy.json --pp 4 --pt-compile
+python train_pp.py configs/llama-tiny.json --pp 2 --pp-schedule zbv --device cpu
+python train_pp.py configs/llama-tiny.json --pp 2 --tp 2 --nproc 4 --device cpu
+"""
 
 import sys
 
-import llm_train_bench.settings.early_help  # noqa: F401
+import llm_train_bench.settings.before_torch  # noqa: F401
 
 import torch
 

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -274,9 +275,14 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
         raw = parse_json(plain_file(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         shipped = sorted(p.stem for p in CONFIGS.glob("*-*.json"))
-        near = difflib.get_close_matches(path.stem, shipped, n=1, cutoff=0.7)
+        name = path.name.lower().removesuffix(".json")
+        near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.7)
         hint = f"; configs/ has: {', '.join(shipped)}" if shipped else ""
         hint = f"; did you mean configs/{near[0]}.json?" if near else hint
+        if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and path.suffix != ".json":
+            fetch = f"hf download {path} config.json --local-dir {path.name}"
+            like = f"; configs/{near[0]}.json may be the same" if near else ""
+            hint = f"; of a model on the Hugging Face Hub, fetch its config: {fetch}{like}"
         raise ConfigError(f"{path}: no such file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

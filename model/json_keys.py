@@ -33,6 +33,13 @@ def plain_file(path: str | Path) -> Path:
     return path
 
 
+def shipped_config(name: str) -> str:
+    """The path of a config that comes with the project, of its name alone; other names unchanged."""
+    path = CONFIGS / f"{name.removesuffix('.json')}.json"
+    ours = Path(name).name == name and path.exists() and not Path(name).exists()
+    return f"{CONFIGS.name}/{path.name}" if ours else name
+
+
 def parse_json(text: str | bytes) -> Any:
     """JSON from any source; ValueError for anything else, and for JSON that is nested too deeply."""
     try:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
+from llm_train_bench.measure.device import native_amp
 from llm_train_bench.model.lora import apply_lora
 from llm_train_bench.model.transformer import Transformer
 
@@ -27,7 +28,7 @@ def set_precision(amp: str, tf32: bool, device: torch.device) -> None:
     UsageError for a format that the device lacks: PyTorch would emulate or ignore it.
     """
     gpu = device.type == "cuda"
-    if amp == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if amp == "bf16" and gpu and native_amp(device) != "bf16":
         name = torch.cuda.get_device_name(device)
         raise UsageError(f"--amp bf16: {name} has no bf16 matmuls; use --amp fp16")
     if tf32 and (not gpu or torch.version.hip or not torch.cuda.is_tf32_supported()):

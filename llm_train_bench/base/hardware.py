@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llm_train_bench.base.errors import UsageError, one_line
+from llm_train_bench.base.machine import MULTIPLY
 from llm_train_bench.model.json_keys import CONFIGS, parse_json, plain_file
 
 ROOFS_FILE = CONFIGS / "roofs.json"
@@ -58,9 +59,11 @@ class Hardware:
         return "amd" if self.name.startswith("MI") else "nvidia"
 
     @property
-    def lacks_bf16(self) -> bool:
-        """Whether it is older than Ampere; its `bf16_tflops` is then the peak of fp16."""
-        return self.name.startswith(("T4", "V100"))
+    def native_amp(self) -> str:
+        """The format of `--amp auto`. GPUs before Ampere have fp16; `bf16_tflops` is then its peak."""
+        if self.platform == "cpu":  # its name has its instruction sets
+            return "bf16" if MULTIPLY["bf16"] & set(re.findall(r"\w+", self.name)) else "off"
+        return "fp16" if self.name.startswith(("T4", "V100")) else "bf16"
 
     @functools.cached_property
     def constants(self) -> "Constants":

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 from llm_train_bench.base.errors import printable
 from llm_train_bench.base.files import how_to_install
-from llm_train_bench.base.machine import detect_platform, installed_version, n_cores
+from llm_train_bench.base.machine import (
+    SLOW_FORMAT,
+    cpu_multiplies,
+    detect_platform,
+    installed_version,
+    n_cores,
+)
 from llm_train_bench.model.json_keys import parse_json
 
 
@@ -69,6 +75,8 @@ def of_machine(kind: str) -> Iterator[Finding]:
     """All that can be seen without a measurement, on a platform (base/machine.py)."""
     yield from machine()
     yield from drivers(kind)
+    if kind == "cpu":
+        yield formats()
     yield from libraries(kind)
     yield compiler()
     yield from torch_sees(kind)
@@ -105,6 +113,15 @@ def machine() -> Iterator[Finding]:
         shared = shutil.disk_usage("/dev/shm").total / 2**30
         advice = "start the container with --ipc=host or --shm-size=16g"
         yield judged("shared memory", f"{shared:.1f} GiB", shared < 1, advice)
+
+
+def formats() -> Finding:
+    """Whether this CPU has instructions for bf16."""
+    if cpu_multiplies("bf16"):
+        return Finding("bf16", "ok", "the CPU has instructions for it")
+    return Finding(
+        "bf16", "missing", SLOW_FORMAT, "nothing to do: --amp auto, the default, takes fp32"
+    )
 
 
 def drivers(kind: str) -> list[Finding]:

@@ -28,7 +28,7 @@ from llm_train_bench.formulas.time_statistics import NORMAL, Mean, difference, m
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.results.result_files import read_result, settings_of, software
 from llm_train_bench.results.schema import Result
-from llm_train_bench.settings.flags import Args, defaults
+from llm_train_bench.settings.flags import usual_values
 
 # Beyond this much faster, a run probably does less than it did.
 PLAUSIBLE_GAIN = 0.25
@@ -125,7 +125,7 @@ class Regression(AssertionError):
 def baseline_key(r: Result) -> str:
     """Hardware, model and world size in words, and a hash of the shape and of all settings."""
     # A flag at its default is left out: a new flag must not make every baseline another's.
-    default = defaults(Args) | {"bsz": None}
+    default = usual_values() | {"bsz": None}
     settings = {
         k: v for k, v in r.settings.items() if not r.ours or k not in default or v != default[k]
     }
@@ -193,7 +193,7 @@ def entry_of(results: list[Result]) -> Entry:
 
 def setting_of(r: Result) -> str:
     """A setting in words: model, script, and the flags that are not at their defaults."""
-    default = defaults(Args)
+    default = usual_values()
     words = [r.model.name, r.entrypoint, *([f"T {r.batch.seq_len}"] if r.batch.seq_len else [])]
     for name, value in r.settings.items():
         told = name in ("seq_len", "tokens_per_step", *(["config"] if r.ours else []))
@@ -306,17 +306,6 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Entry]:
         raise UsageError(f"--baseline {path}: is no file of baselines: {why}") from None
 
 
-def tolerance_of(text: str) -> float:
-    """A tolerance as it is written: 5%, or 0.05."""
-    try:
-        value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise UsageError(f"--tolerance {text}: must be from 0 to below 100%, for example 5%")
-    return value
-
-
 def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: float) -> list[Verdict]:
     """Every setting of the results in `paths` against a file of baselines, and what was not measured.
 
@@ -358,17 +347,16 @@ def assert_no_regression(
 def gate(
     paths: Sequence[str],
     path: Path,
-    text: str,
+    tolerance: float,
     update: bool,
     allowed: Collection[str] = (),
     directory: Path | None = None,
 ) -> int:
     """Judge results by the baselines in `path`, or `update` those; returns the exit code.
 
-    `text` is the tolerance as given. The `directory` gets gate.md, a comment for a pull request, and
+    The `tolerance` is a part. The `directory` gets gate.md, a comment for a pull request, and
     benchmark.json, the figures for github-action-benchmark (customBiggerIsBetter).
     """
-    tolerance = tolerance_of(text)
     if update:
         if directory:
             raise UsageError("--update-baselines judges nothing; leave out --output-dir")

@@ -7,6 +7,7 @@ def test_speed(no_regression, tmp_path):
 pytest --train-baseline baselines.json --train-tolerance 5%
 """
 
+import contextlib
 import functools
 
 import pytest
@@ -23,6 +24,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def tolerance_in(config: pytest.Config) -> float:
+    """--train-tolerance as a part: of 5%, 0.05."""
+    from llm_train_bench.base.numbers import parse_number
+
+    text = str(config.getoption("--train-tolerance"))
+    with contextlib.suppress(ValueError):
+        if 0 <= (tolerance := parse_number(text, float)) < 1:
+            return tolerance
+    raise pytest.UsageError(f"--train-tolerance {text}: must be from 0 to below 100%, such as 5%")
+
+
 @pytest.fixture
 def no_regression(request: pytest.FixtureRequest):
     """Call it with results or directories: fails the test on a regression, or what cannot be judged.
@@ -30,16 +42,12 @@ def no_regression(request: pytest.FixtureRequest):
     Baselines that the test did not measure do not count. Without --train-baseline the test is skipped.
     """
     # Not before: every pytest run of this environment loads this module.
-    from llm_train_bench.base.errors import UsageError
-    from llm_train_bench.compare.gate import assert_no_regression, tolerance_of
+    from llm_train_bench.compare.gate import assert_no_regression
 
     baseline = request.config.getoption("--train-baseline")
     if baseline is None:
         pytest.skip("no --train-baseline to hold the run against")
-    try:
-        tolerance = tolerance_of(str(request.config.getoption("--train-tolerance")))
-    except UsageError as error:
-        raise pytest.UsageError(str(error).replace("--tolerance", "--train-tolerance")) from None
+    tolerance = tolerance_in(request.config)
     return functools.partial(
         assert_no_regression, baseline=baseline, tolerance=tolerance, allowed=["NOT MEASURED"]
     )

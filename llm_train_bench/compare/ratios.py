@@ -15,7 +15,7 @@ from llm_train_bench.base.hardware import device_called, find_hardware
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.records import Record
 from llm_train_bench.formulas.time_statistics import surely, welch_ratio
-from llm_train_bench.settings.flags import Args, Fp8Flags, Script, defaults, differing
+from llm_train_bench.settings.flags import Fp8Flags, Script, differing, usual_values
 
 # Runs of one setting differ by this much.
 RUNS_DIFFER = 0.01
@@ -318,7 +318,7 @@ def _word(key: str, value: Any) -> str:
 
 def plainest(members: list[Record]) -> Record:
     """The setting with the fewest flags that are not at their defaults; the first of those."""
-    default = defaults(Args)
+    default = usual_values()
 
     def changed(r: Record) -> int:
         return sum(k in default and v != default[k] for k, v in (r.arguments or {}).items())

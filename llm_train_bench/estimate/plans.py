@@ -72,8 +72,8 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
         gpu = dataclasses.replace(gpu, usd_per_hour=price or gpu.usd_per_hour)
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
-            args, memory = changed(pt_compile=True, **flags), gpu.memory_gib
-            return plan_by(wanted.trainer, args, script, n, gpu.platform, config, memory).work
+            args, has = changed(pt_compile=True, **flags), (gpu.memory_gib, gpu.native_amp)
+            return plan_by(wanted.trainer, args, script, n, gpu.platform, config, *has).work
 
         gpus = gpu.per_node if wanted.days else wanted.gpus
         while True:

@@ -62,7 +62,8 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
             )
     taken = [*dataclasses.fields(Fp8Flags), *dataclasses.fields(LoraFlags)]
     plain = dataclasses.replace(args, **{field.name: field.default for field in taken})
-    plain = dataclasses.replace(plain, sac_policy="block")
+    amp = "bf16" if args.amp == "auto" else args.amp  # what they refuse of fp16 is not known
+    plain = dataclasses.replace(plain, sac_policy="block", amp=amp)
     plan = make_plan(check(plain, script), script, *others, **more)
     work = executed_by(plan.work, trainer, args.sac_policy)
     if (args.use_fp8 or args.lora_rank) and work.amp != "bf16":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.base.start import PARENT
+from llm_train_bench.base.start import LAUNCHERS, PARENT
 
 import torch
 import torch.distributed as dist
@@ -23,21 +23,6 @@ from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.machine import n_cores
 from llm_train_bench.measure.device import is_out_of_memory
 from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER
-
-# Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
-# (it may have started Open MPI's daemons), Flux, PALS (which has no size besides MPICH's), LSF's jsrun,
-# MPICH. Flux and PALS set MPICH's too, without the rank on the node.
-# SLURM_NTASKS would not do: a batch script has it and SLURM_PROCID=0 too, but is no rank.
-LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
-    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-)
-
 
 JOB_IDS = ("SLURM_JOB_ID", "FLUX_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # The private directory of a launcher of ours, on each machine; the ranks of one machine meet there.

@@ -20,7 +20,14 @@ from llm_train_bench.base.errors import DoesNotFit, Interrupted, UsageError
 from llm_train_bench.base.machine import n_cores
 from llm_train_bench.formulas.memory_model import MEMORY_ERROR, estimate_memory, largest_batch
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.measure.device import GIB, SHARE_GPU, memory_gib, pick_device, platform_of
+from llm_train_bench.measure.device import (
+    GIB,
+    SHARE_GPU,
+    memory_gib,
+    native_amp,
+    pick_device,
+    platform_of,
+)
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
 from llm_train_bench.run import failures
 from llm_train_bench.run.hang import HangWatch
@@ -68,7 +75,8 @@ def train_planned(train: Callable[..., None], argv: Sequence[str], prog: str, ra
         start.refuse_wishes()
     device = pick_device(args.device, ranks.local_rank)
     platform, free = platform_of(device), free_gib(device, ranks)
-    plan = make_plan(args, Script(prog), ranks.world, platform, memory_gib=free)
+    has = {"memory_gib": free, "native_amp": native_amp(device)}
+    plan = make_plan(args, Script(prog), ranks.world, platform, **has)
     refuse_impossible(plan.work, device)
     if platform != "cpu" and not args.no_fit_check and free:
         plan = dataclasses.replace(plan, notes=(*plan.notes, *check_fit(plan.work, free)))

@@ -77,7 +77,7 @@ class Run(RunRecord):
             print_header(self.result, self.plan.work)
             if before := self.result.resumed_from:
                 say(f"goes on from step {before.step} of {before.run}")
-            for note in self.attempt.notes:
+            for note in (*self.plan.notes, *self.attempt.notes):
                 say(note)
 
     def open_files(self) -> None:

@@ -25,13 +25,13 @@ from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.results.result_files import now, this_process
 from llm_train_bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result, StepSize
-from llm_train_bench.settings.flags import GRAPH_MODES, Args, declared, defaults
+from llm_train_bench.settings.flags import GRAPH_MODES, Args, declared, usual_values
 from llm_train_bench.settings.plan import Plan, Schedule
 
 
 def default_name(model: str, args: dict[str, Any]) -> str:
     """The default --run-name: time, model, changed headline flags, process."""
-    default, words = defaults(Args), ""
+    default, words = usual_values(), ""
     for name, flag in declared(Args).items():
         if flag.headline and args.get(name, default[name]) != default[name]:
             value = "" if args[name] is True else str(args[name]).replace("/", "_")

@@ -2,16 +2,13 @@
 
 import contextlib
 import dataclasses
-import inspect
-import shutil
-import textwrap
-import types
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.machine import version_text
-from llm_train_bench.model.json_keys import CONFIGS
+from llm_train_bench.base.numbers import parse_number
+from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.flags import (
     Args,
     Script,
@@ -19,9 +16,11 @@ from llm_train_bench.settings.flags import (
     declared,
     defaults,
     flag_of,
-    help_texts,
+    options_of,
     to_argv,
 )
+from llm_train_bench.settings.help_text import help_text
+from llm_train_bench.settings.other_names import in_our_words, replacement, right_value
 from llm_train_bench.settings.rules import check, foreign
 
 Parsed = TypeVar("Parsed")
@@ -43,12 +42,13 @@ def parse_args(argv: Sequence[str], script: str) -> Args:
 def with_file(
     argv: Sequence[str], script: Script | None, kind: type = Args, prog: str = ""
 ) -> tuple[list[str], Any]:
-    """A command line with `--from FILE` replaced by what the file holds, and that; None without.
+    """A command line in our words, with `--from FILE` replaced by what the file holds; and that.
 
-    Flags and a config on the command line override the file's.
+    Flags and a config on the command line override the file's. None without --from.
     """
+    argv = in_our_words(argv)
     if not any(_name(word) == "--from" for word in argv):
-        return list(argv), None
+        return argv, None
     from llm_train_bench.settings.run_file import split_from  # needs YAML
 
     words, file = split_from(argv, script)
@@ -68,50 +68,6 @@ def refuse_foreign(argv: Sequence[str], script: Script) -> None:
             raise UsageError(foreign(name, script))
 
 
-# Flags of other suites that mean the same as one of ours, and what replaces the others.
-RENAMED = {"--context-length": "--seq-len", "--batch-size": "--bsz", "--measure-steps": "--n-steps"}
-REPLACED = {
-    "--reduce-freq": "gradients are reduced once a step, after --grad-acc-steps micro batches",
-    "--ckpt-freq": "use --save-every, and --resume auto to resume (docs/RELIABILITY.md)",
-    "--no-sync": "no step waits for the device, and times are exact all the same (docs/METRICS.md)",
-    "--backend": "the script is the backend: train_ddp.py, train_fsdp.py or train_pp.py",
-    "--num-steps": "use --n-steps",
-    "--warmup": "use --warmup-steps",
-    "--local-batch-size": "use --bsz",
-    "--micro-batch-size": "use --bsz",
-    "--output": "use --output-dir; compare.py and sweep.py write the CSV",
-    "--no-ddp-overlap": "use --ddp-mode bucketed-after or parameter-after",
-    "--grad-compression": "use --reduce-dtype bf16",
-    "--fp8-primary-weights": "use --fp8-all-gather with --fp8-backend te",
-}
-MODEL_SIZES = ("small", "medium", "large", "xl", "2.7B")
-
-
-def translated(argv: Sequence[str]) -> list[str]:
-    """A command line of an earlier tool in our words; UsageError that names what replaces a flag."""
-    words: list[str] = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-") if name.startswith("--") else name
-        if name in REPLACED:
-            raise UsageError(f"{name}: is a flag of an earlier tool; {REPLACED[name]}")
-        words.append(RENAMED[name] + equals + value if name in RENAMED else word)
-    config = []
-    for i in reversed(range(len(words))):
-        name, equals, value = words[i].partition("=")
-        name, value = _name(name), value if equals else "".join(words[i + 1 : i + 2])
-        if name == "--model-size":
-            if value not in MODEL_SIZES:
-                known = _either(MODEL_SIZES)
-                raise UsageError(f"--model-size {value}: must be {known}; or give a config")
-            config = [str(CONFIGS / f"cs336-{value.lower()}.json")]
-        elif name not in ("--nsys-start", "--nsys-end") or value != "-1":  # -1 switched it off
-            continue
-        words[i : i + 2 - bool(equals)] = []
-    words = ["forward-backward" if word == "forward_backward" else word for word in words]
-    return config + words
-
-
 def _name(word: str) -> str:
     """A flag without its value, as --help spells it."""
     return word.partition("=")[0].replace("_", "-")
@@ -124,9 +80,12 @@ def parse_dataclass(
 
     --help and --version print and exit with 0.
     """
-    if {"--version", "--help", "-h"} & set(argv):
+    asked = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), None)
+    if asked is not None or {"--version", "-V"} & set(argv):
+        topics = [] if asked is None else [w for w in argv[asked + 1 :][:1] if w[:1] != "-"]
+        text = version_text() if asked is None else help_text(kind, prog, script, *topics)
         with contextlib.suppress(BrokenPipeError):  # --help | head
-            print(version_text() if "--version" in argv else help_text(kind, prog, script))
+            print(text)
         raise SystemExit(0)
     if script:
         refuse_foreign(argv, script)
@@ -135,6 +94,8 @@ def parse_dataclass(
         if defaults(kind)[name] is dataclasses.MISSING and name not in values:
             example = "; give a model config, for example configs/gpt2-125m.json"
             raise UsageError(f"{flag.metavar} is missing{example if name == 'config' else ''}")
+    if "config" in values:
+        values["config"] = shipped_config(values["config"])
     parsed = kind(**(defaults(kind) | values))
     check_bounds(parsed)
     return parsed
@@ -142,8 +103,7 @@ def parse_dataclass(
 
 def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
     """The values of the flags on a command line by name; UsageError for what cannot be parsed."""
-    words = translated(argv) if issubclass(kind, Args) else list(argv)
-    hints, flags = get_type_hints(kind), declared(kind)
+    words, hints, flags = list(argv), get_type_hints(kind), declared(kind)
     values: dict[str, Any] = {}
     places = [name for name, flag in flags.items() if flag.positional]
     lists = {name for name, hint in hints.items() if get_origin(hint) is tuple}
@@ -153,23 +113,24 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
             if not word:
                 raise UsageError("an argument: is empty; was a variable of the shell not set?")
             place = next((n for n in places if n in lists or n not in values), None)
-            if place is None:
+            if place is None or word[0] == "-":
                 raise UsageError(f"{word}: unexpected argument; see {prog} --help")
             values[place] = (*values.get(place, ()), word) if place in lists else word
             continue
         flag, equals, inline = word.partition("=")
         flag = flag.replace("_", "-")
         name = flag.removeprefix("--").replace("-", "_")
+        following = [inline] if equals else words[:1]
         if name not in flags or flags[name].positional:
-            near = did_you_mean(flag[2:], [flag_of(n)[2:] for n in flags], 0.8, "--")
-            raise UsageError(f"{flag}: unknown flag{near or f'; see {prog} --help'}")
+            raise _unknown(flag, following, kind, prog)
+        if name in values:
+            more = f"; give all values after one {flag}" if name in lists else ""
+            raise UsageError(f"{flag}: is given twice{more}")
         if hints[name] is bool:
-            if equals:
-                raise UsageError(f"{flag}: takes no value; leave out ={inline}")
+            if equals or {*map(str.lower, following)} & {"true", "false", "yes", "no", "1", "0"}:
+                raise UsageError(f"{flag}: takes no value; leave out {equals}{following[0]}")
             values[name] = True
             continue
-        if name in lists and name in values:
-            raise UsageError(f"{flag}: is given twice; give all values after one {flag}")
         texts = [inline] if equals else []
         while (
             not equals and words and not words[0].startswith("--") and (name in lists or not texts)
@@ -179,24 +140,31 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
             raise UsageError(f"{flag}: is empty; was a variable of the shell not set?")
         if not texts:
             raise UsageError(f"{flag}: needs a value: {allowed(hints[name])}")
-        parsed = [_value(flag, text, hints[name]) for text in texts]
+        parsed = [_value(flag, text, hints[name], flags[name].thousand) for text in texts]
         values[name] = tuple(parsed) if name in lists else parsed[0]
     return values
 
 
-def _options(hint: Any) -> list[Any]:
-    """The types that a flag's value may have."""
-    if get_origin(hint) is tuple:
-        hint = get_args(hint)[0]
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return [part for part in parts if part is not type(None)]
+def _unknown(flag: str, following: Sequence[str], kind: type, prog: str) -> UsageError:
+    """What to say of a flag that `prog` does not have, and of the word after it."""
+    instead, known = replacement(flag, prog), [flag_of(n)[2:] for n in declared(kind)]
+    ours = (instead or flag).split()[0].strip(",:").removeprefix("--")
+    if ours not in known and ours.replace("-", "_") in declared(Args):
+        value = next((word for word in following if not word.startswith("-")), "VALUE")
+        use = f"use --set {ours}={value}" if "set" in known else "it is a flag of train.py"
+        return UsageError(f"{flag}: is no flag of {prog}; {use}")
+    if instead:
+        return UsageError(f"{flag}: is another tool's flag; use {instead}")
+    cutoff = 0.8 if len(flag) > 6 else 0.6  # of three letters, two may be swapped
+    near = did_you_mean(flag[2:], known, cutoff, "--")
+    return UsageError(f"{flag}: unknown flag{near or f'; see {prog} --help'}")
 
 
 def allowed(hint: Any) -> str:
     """The values that a flag takes, in words."""
     names = {int: "a whole number", float: "a number", str: "text"}
     words = []
-    for option in _options(hint):
+    for option in options_of(hint):
         words += get_args(option) if get_origin(option) is Literal else [names[option]]
     return _either(words)
 
@@ -206,48 +174,18 @@ def _either(words: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _value(flag: str, text: str, hint: Any) -> Any:
+def _value(flag: str, text: str, hint: Any, thousand: int) -> Any:
     """A flag's value of its text; UsageError with the values that are allowed."""
-    for option in _options(hint):
+    for option in options_of(hint):
         if get_origin(option) is Literal:
             if text in get_args(option):
                 return text
+        elif option is str:
+            return text
         else:
             with contextlib.suppress(ValueError):
-                return option(text)
-    words = [w for o in _options(hint) if get_origin(o) is Literal for w in get_args(o)]
+                return parse_number(text, option, thousand)
+    if right := right_value(flag, text):
+        raise UsageError(f"{flag} {text}: is not known here; use {right}")
+    words = [w for o in options_of(hint) if get_origin(o) is Literal for w in get_args(o)]
     raise UsageError(f"{flag} {text}: must be {allowed(hint)}{did_you_mean(text, words)}")
-
-
-def help_text(kind: type, prog: str, script: Script | None) -> str:
-    """The flags in the groups that declare them; with a `script` only those that it takes."""
-    flags, hints = declared(kind), get_type_hints(kind)
-    default, texts = defaults(kind), help_texts(kind)
-    width = min(110, shutil.get_terminal_size((110, 24)).columns)
-    places = [str(flags[n].metavar) for n in flags if flags[n].positional]
-    summary = (inspect.getdoc(kind) or "").split("\n\n")[0]
-    lines = [f"usage: {' '.join([prog, *places])} [flags]", "", summary]
-    for base in reversed(kind.__mro__):
-        names = [n for n in inspect.get_annotations(base) if n in flags]
-        names = [n for n in names if script is None or script in flags[n].scripts]
-        if names:
-            title = "Options." if base is kind else (inspect.getdoc(base) or "").splitlines()[0]
-            lines += ["", f"{title.rstrip('.')}:"]
-        for n in names:
-            value = "" if hints[n] is bool else f" {flags[n].metavar or _metavar(hints[n])}"
-            left = f"  {value.strip() if flags[n].positional else flag_of(n) + value}"
-            quiet = hints[n] is bool or default[n] in (None, (), "", dataclasses.MISSING)
-            text = texts[n] if quiet else f"{texts[n]} (default: {default[n]})"
-            if len(left) > 28:
-                lines.append(left)
-                left = ""
-            wrap = textwrap.TextWrapper(width, f"{left:<30}", " " * 30, break_on_hyphens=False)
-            lines.append(wrap.fill(text))
-    return "\n".join(lines)
-
-
-def _metavar(hint: Any) -> str:
-    names = {int: "N", float: "X", str: "TEXT"}
-    parts = _options(hint)
-    word = "|".join("|".join(get_args(p)) if get_origin(p) is Literal else names[p] for p in parts)
-    return f"{word} ..." if get_origin(hint) is tuple else word

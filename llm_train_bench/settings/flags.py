@@ -10,8 +10,9 @@ import functools
 import inspect
 import math
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from llm_train_bench.base.errors import UsageError
 
@@ -52,8 +53,11 @@ class Flag:
     below: float | None = None
     needs: str | None = None
     headline: bool = False  # shown beside a run even at its default
+    usual: Any = None  # in results, in place of a default that each run resolves
     metavar: str | None = None
     positional: bool = False  # stands on the command line without a flag
+    common: bool = False  # shown by --help, and in the README
+    thousand: int = 1000  # what k stands for
 
 
 def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
@@ -62,6 +66,7 @@ def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
 
 
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex", "blocks"]
+Amp = Literal["auto", "bf16", "fp16", "off"]
 Linear = Literal["auto", "plain", "onednn", "te"]
 TrackerName = Literal["wandb", "mlflow", "openmetrics"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
@@ -82,7 +87,7 @@ class ModelFlags:
         such as 0.3; the reported loss is without them.
     """
 
-    config: str = flag(dataclasses.MISSING, LENGTH, metavar="CONFIG", positional=True)
+    config: str = flag(dataclasses.MISSING, LENGTH, metavar="CONFIG", positional=True, common=True)
     route: Literal["learned", "balanced"] = flag("learned", LEARNT, headline=True)
     mtp: float | None = flag(None, LEARNT, above=0, at_most=100, headline=True, metavar="FACTOR")
 
@@ -93,7 +98,7 @@ class BatchFlags:
 
     bsz: Micro batch [samples per device]. auto: the largest that leaves a tenth of the device's
         memory free, according to the estimate.
-    seq_len: Sequence length [tokens]. By default the model's maximum, at most 4096.
+    seq_len: Sequence length [tokens]; 4k is 4096. By default the model's maximum, at most 4096.
     grad_acc_steps: Micro batches accumulated into one optimizer step. train_pp.py uses 2 x --pp
         instead of 1.
     global_bsz: Samples of one optimizer step over all ranks. Sets --grad-acc-steps; must be a
@@ -107,11 +112,13 @@ class BatchFlags:
     no_fit_check: Start even if the estimate exceeds the memory of the GPU.
     """
 
-    bsz: int | Literal["auto"] = flag(4, SPEED, at_least=1, headline=True, metavar="N|auto")
-    seq_len: int | None = flag(None, LEARNT, above=0, headline=True)
-    grad_acc_steps: int = flag(1, SPEED, at_least=1, headline=True)
+    bsz: int | Literal["auto"] = flag(
+        4, SPEED, at_least=1, headline=True, metavar="N|auto", common=True
+    )
+    seq_len: int | None = flag(None, LEARNT, above=0, headline=True, common=True, thousand=1024)
+    grad_acc_steps: int = flag(1, SPEED, at_least=1, headline=True, common=True)
     global_bsz: int | None = flag(None, LENGTH, at_least=1)
-    n_steps: int = flag(50, LENGTH, at_least=1, at_most=10**7)
+    n_steps: int = flag(50, LENGTH, at_least=1, at_most=10**7, common=True)
     warmup_steps: int = flag(10, LENGTH, at_least=0, at_most=10**7)
     warmup_seconds: float | None = flag(None, LENGTH, at_least=0, at_most=3600)
     pass_type: Literal["forward", "forward-backward", "step"] = flag("step", LEARNT)
@@ -123,7 +130,8 @@ class PrecisionFlags:
     """Device and number formats.
 
     device: auto uses a GPU (NVIDIA or AMD, both named cuda) if there is one.
-    amp: Mixed precision of matmuls; parameters stay in fp32. off is plain fp32.
+    amp: Mixed precision of matmuls; parameters stay in fp32. off is plain fp32. auto: bf16 where the
+        device has instructions for it; otherwise fp16 on a GPU, off on a CPU.
     tf32: Allow TF32 tensor cores in fp32 matmuls (NVIDIA).
     attention: Attention kernel. auto: blocks for short sequences on a CPU; otherwise PyTorch chooses.
         flex is for sliding windows. blocks is for a CPU, and keeps the probabilities for backward.
@@ -132,7 +140,7 @@ class PrecisionFlags:
     """
 
     device: Literal["auto", "cuda", "cpu"] = flag("auto", OUTPUT)
-    amp: Literal["bf16", "fp16", "off"] = flag("bf16", SPEED, headline=True)
+    amp: Amp = flag("auto", SPEED, headline=True, usual="bf16", common=True)
     tf32: bool = flag(False, SPEED)
     attention: Attention = flag("auto", SPEED)
     linear: Linear = flag("auto", SPEED)
@@ -154,7 +162,7 @@ class Fp8Flags:
         te: the weights are kept in FP8, and the optimizer holds fp32 copies.
     """
 
-    use_fp8: bool = flag(False, SPEED, headline=True)
+    use_fp8: bool = flag(False, SPEED, headline=True, common=True)
     fp8_backend: Literal["auto", "te", "torchao"] = flag("auto", SPEED, needs="use_fp8")
     fp8_recipe: Literal["auto", TeRecipe, TorchaoRecipe] = flag("auto", SPEED, needs="use_fp8")
     fp8_emulate: bool = flag(False, SPEED, needs="use_fp8")
@@ -171,7 +179,7 @@ class CompileFlags:
         Triton kernels on a GPU.
     """
 
-    pt_compile: bool = flag(False, SPEED, headline=True)
+    pt_compile: bool = flag(False, SPEED, headline=True, common=True)
     compile_mode: CompileMode = flag("default", SPEED)
     fused_backward: bool = flag(False, SPEED)
 
@@ -188,7 +196,7 @@ class RecomputeFlags:
         computation. With --sac-freq 1/1 these are the inputs of blocks alone.
     """
 
-    sac_freq: str | None = flag(None, SPEED, metavar="Q/P", headline=True)
+    sac_freq: str | None = flag(None, SPEED, metavar="Q/P", headline=True, common=True)
     sac_policy: Literal["block", "op"] = flag("block", SPEED)
     offload_activations: bool = flag(False, SPEED)
 
@@ -215,7 +223,7 @@ class DataFlags:
 
     init_from: str | None = flag(None, LEARNT, metavar="DIR")
     pad_vocab: int = flag(1, SPEED, at_least=1)
-    data: str = flag("synthetic", LEARNT, metavar="FILE")
+    data: str = flag("synthetic", LEARNT, metavar="FILE", common=True)
     data_dtype: Literal["auto", "uint16", "uint32"] = flag("auto", LEARNT)
     pack: bool = flag(False, LEARNT, headline=True)
     pack_lengths: str | None = flag(None, LEARNT, needs="pack", metavar="FILE|MEAN,SIGMA")
@@ -283,7 +291,7 @@ class OutputFlags:
     quiet: Print only the final table, and errors.
     """
 
-    output_dir: str = flag("runs", OUTPUT, metavar="DIR")
+    output_dir: str = flag("runs", OUTPUT, metavar="DIR", common=True)
     run_name: str | None = flag(None, OUTPUT, metavar="NAME")
     export: bool = flag(False, OUTPUT)
     sample: int = flag(0, OUTPUT, scripts=(Script.ONE,), at_least=0)
@@ -376,9 +384,9 @@ class FsdpFlags:
     reduce_dtype: Literal["fp32", "bf16"] = flag("fp32", SPEED, scripts=SEVERAL)
     prefetch: int = flag(1, SPEED, scripts=(Script.FSDP,), at_least=0)
     dp_replicate: int = flag(1, SPEED, scripts=SHARDED, at_least=1)
-    tp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True)
-    cp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True)
-    ep: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True)
+    tp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
+    cp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
+    ep: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
     ep_capacity: float | None = flag(
         None, SPEED, scripts=SHARDED, at_least=1, at_most=100, metavar="FACTOR"
     )
@@ -397,7 +405,7 @@ class PipelineFlags:
         backward passes split in two, of which the second fills the bubble.
     """
 
-    pp: int | None = flag(None, SPEED, scripts=(Script.PP,), at_least=2)
+    pp: int | None = flag(None, SPEED, scripts=(Script.PP,), at_least=2, common=True)
     pp_virtual: int = flag(1, SPEED, scripts=(Script.PP,), at_least=1)
     pp_layers: tuple[int, ...] = flag((), SPEED, scripts=(Script.PP,))
     pp_schedule: PipelineSchedule = flag("auto", SPEED, scripts=(Script.PP,))
@@ -423,7 +431,7 @@ class ProfileFlags:
         memory viewer.
     """
 
-    profile: bool = flag(False, OUTPUT)
+    profile: bool = flag(False, OUTPUT, common=True)
     profile_start: int | None = flag(None, OUTPUT, needs="profile", at_least=0)
     profile_steps: int = flag(3, OUTPUT, needs="profile", at_least=1, at_most=10**5)
     profile_stacks: bool = flag(False, OUTPUT, needs="profile")
@@ -476,9 +484,23 @@ def help_texts(kind: type) -> dict[str, str]:
     return texts
 
 
+def options_of(hint: Any) -> list[Any]:
+    """The types that a flag's value may have."""
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return [part for part in parts if part is not type(None)]
+
+
 def defaults(kind: Any) -> dict[str, Any]:
     """The flags' defaults."""
     return {f.name: f.default for f in dataclasses.fields(kind)}
+
+
+def usual_values() -> dict[str, Any]:
+    """What results hold of the training scripts' flags that were not given."""
+    flags = declared(Args)
+    return {k: v if flags[k].usual is None else flags[k].usual for k, v in defaults(Args).items()}
 
 
 # Flags that a sweep may set: it chooses model and place itself.
@@ -550,7 +572,8 @@ def check_bounds(args: Any) -> None:
         value = getattr(args, name)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and (why := _outside(flag, value)):
-            raise UsageError(f"{flag_of(name)} {value}: must be {why}")
+            percent = "; per cent are written as 5% or 0.05" if flag.metavar == "PERCENT" else ""
+            raise UsageError(f"{flag_of(name)} {value:g}: must be {why}{percent}")
 
 
 def _outside(flag: Flag, value: float) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from llm_train_bench.base.documents import Packing, count_lengths, make_packing
 from llm_train_bench.base.errors import DoesNotFit, UsageError
-from llm_train_bench.base.machine import Platform
+from llm_train_bench.base.machine import MULTIPLY, SLOW_FORMAT, Platform, cpu_multiplies
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
@@ -43,6 +43,7 @@ from llm_train_bench.settings.flags import (
     Script,
     parse_sac_freq,
 )
+from llm_train_bench.settings.rules import broken_rule
 
 LONGEST_DEFAULT = 4096
 # Part of a device's memory that --bsz auto leaves free.
@@ -159,12 +160,14 @@ def make_plan(
     platform: Platform = "nvidia",
     config: ModelConfig | None = None,
     memory_gib: float | None = None,
+    native_amp: str | None = None,
 ) -> Plan:
     """Resolve checked arguments for `world` ranks on a platform.
 
     `config` is the model's, where it is read already; `memory_gib` is a device's memory, by which --bsz
-    auto becomes a number (without it, 1), and the loss is cut into chunks. UsageError or ConfigError
-    where the run could not work.
+    auto becomes a number (without it, 1), and the loss is cut into chunks; `native_amp` is the format of
+    --amp auto, by default that of current GPUs, or of this machine's CPU. UsageError or ConfigError where
+    the run could not work.
     """
     config = config or load_config(args.config, args.pad_vocab)
     if args.mtp is not None:
@@ -173,17 +176,13 @@ def make_plan(
 
         def sized(bsz: int) -> Plan:
             small = dataclasses.replace(args, bsz=bsz)
-            return make_plan(small, script, world, platform, config, memory_gib)
+            return make_plan(small, script, world, platform, config, memory_gib, native_amp)
 
         return sized(1) if memory_gib is None else largest_plan(sized, args.global_bsz, memory_gib)
     if args.route == "balanced" and not config.experts:
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
-    unit = 4 if args.amp == "off" else 8  # grouped matmuls load 16 bytes at a time
-    if config.experts and (config.hidden_size % unit or config.experts.size % unit):
-        raise UsageError(
-            f"{config.path}: hidden size {config.hidden_size} and expert size "
-            f"{config.experts.size} must be multiples of {unit} under --amp {args.amp}; change the config"
-        )
+    asked = args.amp
+    args = dataclasses.replace(args, amp=resolve_amp(args, script, config, platform, native_amp))
     schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags), platform)
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
@@ -246,7 +245,36 @@ def make_plan(
     if args.use_fp8:
         fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
         work = dataclasses.replace(work, fp8=fp8)
-    return Plan(script, args, platform, work, schedule, flex, packing)
+    slow = asked in MULTIPLY and platform == "cpu" and not cpu_multiplies(asked)
+    notes = (f"--amp {asked}: {SLOW_FORMAT}; --amp auto avoids it",) if slow else ()
+    return Plan(script, args, platform, work, schedule, flex, packing, notes)
+
+
+def resolve_amp(
+    args: Args, script: Script, config: ModelConfig, platform: Platform, native: str | None
+) -> str:
+    """The format that --amp means: for auto the device's `native` one, or fp32 where that is refused.
+
+    Without `native` it is that of current GPUs, or of this machine's CPU. FP8 and Transformer Engine
+    need bf16. UsageError for experts whose rows do not fill the 16 bytes that grouped matmuls load.
+    """
+    widths = math.gcd(config.hidden_size, config.experts.size) if config.experts else 0
+    amp = args.amp
+    if amp == "auto":
+        has_bf16 = platform != "cpu" or cpu_multiplies("bf16")
+        formats = (native or ("bf16" if has_bf16 else "off"), "off", "bf16")
+        if args.use_fp8 or args.linear == "te":
+            formats = ("bf16",)
+        elif widths % 8 or args.linear == "onednn":
+            formats = ("off", "bf16")
+        choices = [dataclasses.replace(args, amp=name) for name in formats]
+        amp = next((a.amp for a in choices if not broken_rule(a, script)), "bf16")
+    if widths % (unit := 4 if amp == "off" else 8):
+        raise UsageError(
+            f"{config.path}: hidden size {config.hidden_size} and expert size "
+            f"{config.experts.size} must be multiples of {unit} under --amp {amp}; change the config"
+        )
+    return amp
 
 
 def largest_plan(sized: Callable[[int], Plan], global_bsz: int | None, memory_gib: float) -> Plan:

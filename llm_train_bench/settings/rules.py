@@ -44,7 +44,7 @@ def _te_gathers(a: Args) -> bool:
 TOGGLES = (
     ("--use-fp8 with --amp off or fp16: FP8 matmuls take and return bf16; use --amp bf16 (or --amp off "
      "with --fp8-emulate)",
-     lambda a, s: a.use_fp8 and not (a.amp == "bf16" or (a.amp == "off" and a.fp8_emulate))),
+     lambda a, s: a.use_fp8 and (a.amp == "fp16" or (a.amp == "off" and not a.fp8_emulate))),
     ("--fp8-backend te with --pt-compile: torch.compile cannot trace Transformer Engine's modules; use "
      "--fp8-backend torchao, or leave out --pt-compile",
      lambda a, s: a.use_fp8 and a.fp8_backend == "te" and a.pt_compile),
@@ -166,7 +166,7 @@ CONTRADICTIONS = (
      lambda a, s: a.optimizer == "adamw8bit" and (a.save_every or a.resume or a.zero1 or a.cpu_offload
                                                   or a.amp == "fp16" or a.lora_rank or _te_gathers(a))),
     ("--bf16-weights needs --amp bf16 and --optimizer adamw",
-     lambda a, s: a.bf16_weights != "off" and (a.amp != "bf16" or a.optimizer != "adamw")),
+     lambda a, s: a.bf16_weights != "off" and (a.amp in ("off", "fp16") or a.optimizer != "adamw")),
     ("--bf16-weights with --tp, --cp, --ep, train_pp.py, --use-fp8, --lora-rank, --zero1 or "
      "--cpu-offload is not implemented; leave it out",
      lambda a, s: a.bf16_weights != "off" and (_divided(a) or s is Script.PP or a.use_fp8 or a.lora_rank

@@ -19,7 +19,12 @@ from typing import Any
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import UsageError, one_line, printable, printable_data
 from llm_train_bench.base.files import ROOT, write_whole
-from llm_train_bench.base.machine import cpu_name, installed_version
+from llm_train_bench.base.machine import (
+    cpu_multiplies,
+    cpu_name,
+    detect_platform,
+    installed_version,
+)
 from llm_train_bench.model.config import ConfigError, load_config, model_name
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.metrics import CSV_COLUMNS
@@ -34,7 +39,11 @@ CellRow = dict[str, Any]
 
 def cell_key(cell: Cell, repeat: int | str) -> str:
     """A setting's name, the same in every sweep with one PyTorch: model, hash, number of the repeat."""
-    details = [] if "bsz" in dict(cell.flags) else [f"bsz {defaults(Args)['bsz']}"]  # it was 8 once
+    flags = dict(cell.flags)
+    details = [] if "bsz" in flags else [f"bsz {defaults(Args)['bsz']}"]  # it was 8 once
+    cpu = "cpu" in (flags.get("device"), detect_platform())
+    if "amp" not in flags and cpu and not cpu_multiplies("bf16"):
+        details.append("amp off")  # it was bf16 once
     details += [f"{name}={value}" for name, value in sorted(cell.environment)]
     details.append(f"torch {installed_version('torch')}")
     text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *details])

@@ -17,8 +17,8 @@ from llm_train_bench.base.files import SECRET
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_keys import plain_file
-from llm_train_bench.settings.command_line import RENAMED, REPLACED, translated
 from llm_train_bench.settings.flags import SETTABLE, Script, flag_of
+from llm_train_bench.settings.other_names import in_our_words, replacement
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.settings.run_file import parse_yaml
 from llm_train_bench.sweep.read_tensorprimat import experiment_in
@@ -166,11 +166,8 @@ def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text")
 
 def nearest_flag(flag: str) -> str:
     """What an unknown flag may have meant, in words: another suite's name, or a near one."""
-    name = flag_of(flag)
-    if name in REPLACED:
-        return f": another suite's; {REPLACED[name]}"
-    if name in RENAMED:
-        return f"; did you mean {RENAMED[name].removeprefix('--').replace('-', '_')}?"
+    if instead := replacement(flag_of(flag), "train.py"):
+        return f": another tool's; use {instead}"
     return did_you_mean(flag, SETTABLE)
 
 
@@ -182,14 +179,14 @@ def from_command_line(
     grid: dict[str, list[Value]] = {}
     for setting in settings:
         flag, equals, values = setting.partition("=")
-        flag = f"--{flag.lstrip('-').replace('_', '-')}"
-        flag = RENAMED.get(flag, flag).removeprefix("--").replace("-", "_")
+        (flag,) = in_our_words([f"--{flag.lstrip('-').replace('_', '-')}"])
+        flag = flag.removeprefix("--").replace("-", "_")
         if not equals:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
         if flag not in SETTABLE:
             raise UsageError(f"--set {setting}: no such flag{nearest_flag(flag)}")
         try:
-            parsed = [parse_yaml(v) for v in translated(values.split(","))]
+            parsed = [parse_yaml(v) for v in values.split(",")]
         except ValueError:
             raise UsageError(f"--set {setting}: {values!r} is no value") from None
         if "" in values.split(","):

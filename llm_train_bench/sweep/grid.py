@@ -58,13 +58,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             f"{where}: {both[0]} is in the grid and in cells; each cell runs with the whole grid"
         )
     combinations = (dict(zip(axes, c, strict=True)) for c in itertools.product(*e.grid.values()))
-    machine = e.hardware.get(platform)
-    if machine and machine.gpu:
-        try:
-            find_hardware(machine.gpu)
-        except UsageError as error:
-            raise UsageError(f"{where}: hardware: {platform}: gpu: {error}") from None
-    cells = []
+    native, cells = native_amp(e, platform, where), []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         flags = e.training | e.platforms.get(platform, {}) | e.layout_of(model, platform)
         flags |= chosen | listed
@@ -87,13 +81,25 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         cell = Cell(script, model, ordered, names, tuple(e.environment.items()))
         try:
             world = _world(cell)
-            plan = plan_of(parse_args(cell.argv(), script), script, world, platform)
+            args = parse_args(cell.argv(), script)
+            plan = plan_of(args, script, world, platform, native_amp=native)
             _check_sizes(plan.work.batch, e, world, size)
         except UsageError as error:  # a ConfigError names its file itself
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
             cells.append(cell)
     return cells
+
+
+def native_amp(e: Experiment, platform: Platform, where: str) -> str | None:
+    """The format of --amp auto on the experiment's GPU; None where it names none."""
+    machine = e.hardware.get(platform)
+    if machine is None or machine.gpu is None:
+        return None
+    try:
+        return find_hardware(machine.gpu).native_amp
+    except UsageError as error:
+        raise UsageError(f"{where}: hardware: {platform}: gpu: {error}") from None
 
 
 def _meant(name: str, value: Value, where: str) -> Value:
@@ -170,7 +176,10 @@ def differences(e: Experiment, where: str) -> list[str]:
     """Hyperparameters in which platforms differ, a line each; `identical_config` allows none."""
     named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
     resolved = {
-        platform: [_resolved(cell, platform) for cell in make_cells(e, platform, where)]
+        platform: [
+            _resolved(cell, platform, native_amp(e, platform, where))
+            for cell in make_cells(e, platform, where)
+        ]
         for platform in get_args(Platform)
         if platform in named
     }
@@ -191,25 +200,22 @@ def _world(cell: Cell) -> int | None:
     return 1 if cell.script is Script.ONE else dict(cell.flags).get("nproc")
 
 
-def _resolved(cell: Cell, platform: Platform) -> dict[str, Any]:
+def _resolved(cell: Cell, platform: Platform, native: str | None) -> dict[str, Any]:
     """All arguments of a cell, and its global batch where the number of ranks is known."""
-    args = parse_args(cell.argv(), cell.script)
-    content = dataclasses.asdict(args)
-    if world := _world(cell):
-        plan = plan_of(args, cell.script, world, platform)
-        content["global_batch"] = plan.work.batch.global_batch
-    return content
+    args, world = parse_args(cell.argv(), cell.script), _world(cell)
+    work = plan_of(args, cell.script, world, platform, native_amp=native).work
+    content = dataclasses.asdict(args) | {"amp": work.amp}
+    return content | ({"global_batch": work.batch.global_batch} if world else {})
 
 
-def plan_of(
-    args: Args, script: str, world: int | None, platform: Platform, memory_gib: float | None = None
-) -> Plan:
+def plan_of(args: Args, script: str, world: int | None, platform: Platform, **has: Any) -> Plan:
     """The plan of a cell; where the number of ranks is not known, without what hangs on it.
 
-    `memory_gib` is that of a GPU, where it is known: the size of the loss's chunks hangs on it.
+    A GPU `has` what make_plan wants to know of it: its memory and native format.
     """
-    platform = "cpu" if args.device == "cpu" else platform
+    if args.device == "cpu":
+        platform, has = "cpu", {}
     if world is None:
         alone = {"global_bsz": None, "dp_replicate": 1, "fp8_all_gather": False}
         args = dataclasses.replace(args, **alone)
-    return make_plan(args, Script(script), world or 1, platform, memory_gib=memory_gib)
+    return make_plan(args, Script(script), world or 1, platform, **has)

@@ -53,7 +53,8 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
         gpu = _device(machine.gpu, on, world)
         memory = None if on == "cpu" else gpu.memory_gib
         try:
-            work = plan_of(args, cell.script, world, on, memory).work
+            has = {"memory_gib": memory, "native_amp": gpu.native_amp}
+            work = plan_of(args, cell.script, world, on, **has).work
         except DoesNotFit:  # bsz auto, and not even 1 fits
             continue
         if memory and estimate_memory(work).on_device(world) > memory * 2**30:

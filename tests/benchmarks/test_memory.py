@@ -2,7 +2,8 @@
 
 import pytest
 
-from llm_train_bench.compare.gate import judge_all, tolerance_of
+from llm_train_bench.compare.gate import judge_all
+from llm_train_bench.compare.pytest_plugin import tolerance_in
 from tests.benchmarks.conftest import SETTINGS
 
 
@@ -15,9 +16,7 @@ def test_memory(run, record, benchmark):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_against_its_baseline(name, measured, request):
     directory, option = measured(name), request.config.getoption
-    verdicts = judge_all(
-        [directory], option("--train-baseline"), tolerance_of(option("--train-tolerance"))
-    )
+    verdicts = judge_all([directory], option("--train-baseline"), tolerance_in(request.config))
     (verdict,) = (v for v in verdicts if v.status != "NOT MEASURED")
     assert verdict.was and verdict.was.memory_gib and verdict.now, verdict.line
     assert "MORE MEMORY" not in verdict.status, verdict.line

@@ -18,11 +18,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import OwnError, UsageError
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.strict import Strict
 from llm_train_bench.model.json_keys import plain_file
-from llm_train_bench.parallel.ranks import Ranks, on_main, tell_next, word_before
+from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main, tell_next, word_before
 from llm_train_bench.results.console import say
 from llm_train_bench.results.result_files import command_began, this_process
 from llm_train_bench.results.schema import Lineage, Writer
@@ -225,7 +225,11 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
         "places": list(map(str, {*attempt.places, attempt.place} - {None})),
     }
     tell_next(ranks, json.dumps(word))
+    if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
+        raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; give --amp")
     if before := attempt.manifest:
+        if (amp := before.args.get("amp", plan.work.amp)) != plan.work.amp:
+            attempt.notes.append(f"before, --amp was {amp}; now it is {plan.work.amp}")
         left = dataclasses.replace(plan.schedule, start=before.step, start_sample=before.samples)
         plan = dataclasses.replace(plan, schedule=left)
     return plan, attempt

@@ -1,0 +1,115 @@
+"""--help: one screen, a group of flags, a flag, or all. Needs no torch."""
+
+import ast
+import dataclasses
+import inspect
+import shutil
+import textwrap
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from llm_train_bench.base.start import ROOT
+
+from llm_train_bench.base.errors import UsageError, did_you_mean
+from llm_train_bench.settings.flags import (
+    Args,
+    Script,
+    declared,
+    defaults,
+    flag_of,
+    help_texts,
+    options_of,
+)
+
+# Lines of a screen, and its columns if the terminal has more.
+ROWS, COLUMNS = 60, 100
+
+
+def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> str:
+    """The help of a script's flags; with a `script` only those that it takes.
+
+    Without a topic: all where they fill no more than a screen; otherwise the common ones and the names of
+    the groups. UsageError for an unknown topic.
+    """
+    flags, groups = declared(kind), _groups(kind, script)
+    places = [str(flags[n].metavar) for n in flags if flags[n].positional]
+    head = [f"usage: {' '.join([prog, *places])} [flags]", "", *_summary(kind, prog)]
+    everything = [*head, *_sections(kind, groups)]
+    name = topic.removeprefix("--").replace("-", "_")
+    if topic == "all" or (not topic and len(everything) <= ROWS):
+        return "\n".join(everything)
+    if topic:
+        known = [*groups, *(flag_of(n)[2:] for names in groups.values() for n in names[1])]
+        if topic.removeprefix("--") not in known:
+            near = did_you_mean(topic, known)
+            raise UsageError(
+                f"--help {topic}: no such group or flag{near or '; there are all, ' + ', '.join(groups)}"
+            )
+        chosen = groups.get(topic) or ("", [name])
+        return "\n".join(_sections(kind, {topic: chosen})).strip("\n")
+    own = {name: g for name, g in groups.items() if not set(g[1]) <= declared(Args).keys()}
+    common = [
+        n for n in flags if flags[n].common and (script is None or script in flags[n].scripts)
+    ]
+    lines = [*head, *_sections(kind, own or {"common": ("Common flags", common)})]
+    names = ", ".join(name for name in groups if name not in own)
+    more = f"More flags: --help all, --help FLAG, or --help GROUP with one of {names}."
+    if own:
+        words = " ".join(flag_of(n) for n in common if not flags[n].positional)
+        more = f"Flags of the training scripts work too, such as {words}. {more}"
+    return "\n".join([*lines, "", textwrap.fill(more, _width(), break_on_hyphens=False)])
+
+
+def _groups(kind: type, script: Script | None) -> dict[str, tuple[str, list[str]]]:
+    """Title and flags of each group by its name; a tool's own groups come first."""
+    flags, groups = declared(kind), {}
+    bases = sorted(kind.__mro__, key=lambda base: (base in Args.__mro__, -kind.__mro__.index(base)))
+    for base in bases:
+        names = [n for n in inspect.get_annotations(base) if n in flags]
+        names = [n for n in names if script is None or script in flags[n].scripts]
+        if names:
+            title = "Options." if base is kind else (inspect.getdoc(base) or "").splitlines()[0]
+            name = base.__name__.removesuffix("Args").removesuffix("Flags").lower()
+            groups[name] = title.rstrip("."), names
+    return groups
+
+
+def _summary(kind: type, prog: str) -> list[str]:
+    """What a script does, and the examples of its docstring."""
+    path = ROOT / prog
+    text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) if path.exists() else None
+    lines = [line.strip() for line in (text or "").splitlines()]
+    examples = [f"  {line}" for line in lines if line.startswith("python ")]
+    summary = (inspect.getdoc(kind) or "").split("\n\n")[0]
+    return [summary, "", *examples[:3]] if examples else [summary]
+
+
+def _sections(kind: type, groups: dict[str, tuple[str, list[str]]]) -> list[str]:
+    """Groups as lines: a title, then flags with their values, help and defaults."""
+    flags, hints = declared(kind), get_type_hints(kind)
+    default, texts = defaults(kind), help_texts(kind)
+    lines: list[str] = []
+    for title, names in groups.values():
+        lines += ["", f"{title}:"] if title else []
+        for n in names:
+            value = "" if hints[n] is bool else f" {flags[n].metavar or _metavar(hints[n])}"
+            left = f"  {value.strip() if flags[n].positional else flag_of(n) + value}"
+            quiet = hints[n] is bool or default[n] in (None, (), "", dataclasses.MISSING)
+            shown = f"{default[n]:.0%}" if flags[n].metavar == "PERCENT" else default[n]
+            text = texts[n] if quiet else f"{texts[n]} (default: {shown})"
+            if len(left) > 28:
+                lines.append(left)
+                left = ""
+            wrap = textwrap.TextWrapper(_width(), f"{left:<30}", " " * 30, break_on_hyphens=False)
+            lines += wrap.wrap(text)
+    return lines
+
+
+def _width() -> int:
+    return min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
+
+
+def _metavar(hint: Any) -> str:
+    names = {int: "N", float: "X", str: "TEXT"}
+    parts = options_of(hint)
+    word = "|".join("|".join(get_args(p)) if get_origin(p) is Literal else names[p] for p in parts)
+    return f"{word} ..." if get_origin(hint) is tuple else word

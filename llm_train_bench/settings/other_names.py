@@ -1,0 +1,50 @@
+"""Flags of other trainers: those that mean the same as ours, and what replaces others. Needs no torch."""
+
+import functools
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+Table = dict[str, str]
+
+
+@functools.cache
+def _tables() -> dict[str, Table]:
+    path = Path(__file__).with_name("other_names.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _plain(flag: str) -> str:
+    """A flag without its dashes, value and dotted section: `--training.seq_len=4096` is seq-len."""
+    return flag.partition("=")[0].rpartition(".")[2].lstrip("-").replace("_", "-")
+
+
+def in_our_words(argv: Sequence[str]) -> list[str]:
+    """A command line with our names for the flags of others that mean the same."""
+    accepted = _tables()["accepted"]
+    words = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        ours = accepted.get(_plain(name)) if name.startswith("--") and "." not in name else None
+        words.append(f"--{ours}{equals}{value}" if ours else word)
+    return words
+
+
+def remarks_on(argv: Sequence[str]) -> list[str]:
+    """A line on each of these flags whose meaning may surprise."""
+    accepted, remarks = _tables()["accepted"], _tables()["remarks"]
+    names = [_plain(word) for word in argv if word.startswith("--")]
+    return [f"--{n} is --{accepted[n]}: {remarks[n]}" for n in names if n in remarks]
+
+
+def replacement(flag: str, prog: str) -> str | None:
+    """What takes the place of another trainer's flag in `prog`; None for an unknown one."""
+    tables, name = _tables(), _plain(flag)
+    if ours := tables["accepted"].get(name):
+        return f"--{ours}"
+    return tables.get(prog, {}).get(name) or tables["answered"].get(name)
+
+
+def right_value(flag: str, text: str) -> str | None:
+    """The flag with our value in place of another trainer's."""
+    return _tables()["values"].get(f"{flag} {text}")
