@@ -771,8 +771,8 @@ def test_a_rack_of_gb200_is_one_domain_and_old_gpus_have_no_bf16(estimated, outp
     )
     assert nodes > 5 * rack > 0
     assert estimated(argv, "b200")["parts_s"]["tokens between ranks"] > 5 * rack
-    assert "T4 has no bf16" in output_of(estimate.main, f"{GPT2} --gpu t4 --bsz 1")
-    assert "bf16" not in output_of(estimate.main, f"{GPT2} --gpu t4 --bsz 1 --amp fp16")
+    assert "T4 has no bf16" in output_of(estimate.main, f"{GPT2} --gpu t4 --bsz 1 --amp bf16")
+    assert "bf16" not in output_of(estimate.main, f"{GPT2} --gpu t4 --bsz 1")
 
 
 def test_collectives_by_hand():

@@ -12,14 +12,13 @@ from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.machine import detect_platform
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.json_keys import ConfigError
-from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.command_line import parse_args, remarks_on
 from llm_train_bench.settings.flags import Script
-from llm_train_bench.settings.other_names import remarks_on
 from llm_train_bench.settings.plan import make_plan
 
 
 def answer(argv: list[str], name: str) -> None:
-    """Exit with 0 after --help, and with 2 after one line on a mistake; otherwise print remarks."""
+    """Exit with 0 after --help, and with 2 after one line on a mistake."""
     try:
         args, script = parse_args(argv, name), Script(name)
         config = load_config(args.config, args.pad_vocab)
@@ -29,14 +28,23 @@ def answer(argv: list[str], name: str) -> None:
     except (UsageError, ConfigError) as error:
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
-    for remark in remarks_on(argv):
-        print(f"{name}: {remark}", file=sys.stderr)
 
 
-def launched() -> bool:
-    """Whether a launcher started this process: then one rank of each machine says what is wrong."""
-    return any(rank in os.environ and size in os.environ for rank, size, _ in start.LAUNCHERS)
+def remark(argv: list[str], name: str) -> None:
+    """Print what is worth a line though it is no mistake."""
+    for line in remarks_on(argv):
+        print(f"{name}: {line}", file=sys.stderr)
 
 
-if start.is_script() and (Path(sys.argv[0]).name in set(Script)) and not launched():
-    answer(sys.argv[1:], Path(sys.argv[0]).name)
+def launchers_rank() -> str | None:
+    """The rank that a launcher gave this process; then one of each machine says what is wrong, later."""
+    pairs = [(os.environ.get(rank), os.environ.get(size)) for rank, size, _ in start.LAUNCHERS]
+    return next((rank for rank, size in pairs if rank and size), None)
+
+
+script = Path(sys.argv[0]).name
+if start.is_script() and script in set(Script):
+    if (rank := launchers_rank()) is None:
+        answer(sys.argv[1:], script)
+    if rank in (None, "0") and start.PARENT not in os.environ:
+        remark(sys.argv[1:], script)

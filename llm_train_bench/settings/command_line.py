@@ -1,7 +1,9 @@
 """From a command line to checked arguments; each mistake becomes one line. Needs no torch."""
 
+import collections
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -20,7 +22,7 @@ from llm_train_bench.settings.flags import (
     to_argv,
 )
 from llm_train_bench.settings.help_text import help_text
-from llm_train_bench.settings.other_names import in_our_words, replacement, right_value
+from llm_train_bench.settings.other_names import in_our_words, replacement, right_value, surprises
 from llm_train_bench.settings.rules import check, foreign
 
 Parsed = TypeVar("Parsed")
@@ -59,6 +61,13 @@ def with_file(
     return [*words, *to_argv(file.flags)], file
 
 
+def remarks_on(argv: Sequence[str]) -> list[str]:
+    """A line on each flag that is given twice, and on others' flags whose meaning may surprise."""
+    counts = collections.Counter(_name(w) for w in in_our_words(argv) if w.startswith("--"))
+    twice = [f"{flag} is given twice; the last one counts" for flag, n in counts.items() if n > 1]
+    return [*twice, *surprises(argv)]
+
+
 def refuse_foreign(argv: Sequence[str], script: Script) -> None:
     """UsageError for a flag of other scripts, also where its value is the default."""
     flags = declared(Args)
@@ -89,6 +98,9 @@ def parse_dataclass(
         raise SystemExit(0)
     if script:
         refuse_foreign(argv, script)
+    else:
+        for remark in remarks_on(argv):
+            print(f"{prog}: {remark}", file=sys.stderr)
     values, flags = parse_words(kind, argv, prog), declared(kind)
     for name, flag in flags.items():
         if defaults(kind)[name] is dataclasses.MISSING and name not in values:
@@ -123,9 +135,8 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
         following = [inline] if equals else words[:1]
         if name not in flags or flags[name].positional:
             raise _unknown(flag, following, kind, prog)
-        if name in values:
-            more = f"; give all values after one {flag}" if name in lists else ""
-            raise UsageError(f"{flag}: is given twice{more}")
+        if name in lists and name in values:
+            raise UsageError(f"{flag}: is given twice; give all values after one {flag}")
         if hints[name] is bool:
             if equals or {*map(str.lower, following)} & {"true", "false", "yes", "no", "1", "0"}:
                 raise UsageError(f"{flag}: takes no value; leave out {equals}{following[0]}")

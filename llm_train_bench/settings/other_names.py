@@ -30,7 +30,7 @@ def in_our_words(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def remarks_on(argv: Sequence[str]) -> list[str]:
+def surprises(argv: Sequence[str]) -> list[str]:
     """A line on each of these flags whose meaning may surprise."""
     accepted, remarks = _tables()["accepted"], _tables()["remarks"]
     names = [_plain(word) for word in argv if word.startswith("--")]

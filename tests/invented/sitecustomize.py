@@ -9,7 +9,7 @@ import io
 import pathlib
 import platform
 
-CPU, SETS = "Invented CPU 9000", "avx2"
+CPU, SETS = "Invented CPU 9000", "avx2 avx512_bf16"
 HOST = "invented-host"
 ABSENT = {"/dev/nvidiactl", "/dev/kfd", "/usr/lib/wsl/lib/libnvidia-ml.so.1", "/sys/class/powercap"}
 
