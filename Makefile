@@ -7,21 +7,30 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RUNS := $(VENV)/.runs
 
 .PHONY: demo test parity layouts test-cells test-oldest test-newest test-track site-test docs records pictures lint bytes peers faults fuzz mutants bench on-gpu \
   gpu-bench cpu-baselines image-test cluster-test clean
 
-$(READY): pyproject.toml $(CONSTRAINTS)
+# What a run needs, and with it what development needs.
+define environment
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-script-location \
-	    --root-user-action=ignore -c $(CONSTRAINTS) -e '.[dev]'
+	    --root-user-action=ignore -c $(CONSTRAINTS) -e '$(1)'
 	touch $@
+endef
 
-demo: $(READY)
+$(RUNS): pyproject.toml $(CONSTRAINTS)
+	$(call environment,.)
+
+$(READY): pyproject.toml $(CONSTRAINTS)
+	$(call environment,.[dev])
+
+demo: $(RUNS)
 	$(BIN)/python prepare_data.py --stdlib --output-dir data/stdlib
 	name=demo-$$(date +%Y%m%d-%H%M%S) && $(BIN)/python train.py configs/llama-tiny.json \
-	    --data data/stdlib/train.bin --val-data data/stdlib/val.bin --amp off --n-steps 250 --warmup-steps 5 \
+	    --data data/stdlib/train.bin --val-data data/stdlib/val.bin --n-steps 250 --warmup-steps 5 \
 	    --bsz 8 --seq-len 256 --lr 2e-3 --lr-warmup-steps 20 --sample 300 --run-name $$name && \
 	  $(BIN)/python compare.py runs/$$name --output-dir runs/$$name/report >/dev/null && \
 	  echo "report: runs/$$name/report/report.html"

@@ -21,12 +21,14 @@ from llm_train_bench.base.start import INTERRUPTED, ROOT
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.machine import detect_platform
+from llm_train_bench.base.machine import Platform, detect_platform
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.sweep.auto_batch import check_auto_batch
 from llm_train_bench.sweep.cell_runs import Rows
-from llm_train_bench.sweep.grid import differences, make_cells
+from llm_train_bench.sweep.duration import Durations, duration_text
+from llm_train_bench.sweep.experiment import Experiment
+from llm_train_bench.sweep.grid import Cell, differences, make_cells
 from llm_train_bench.sweep.jobs import run_all
 from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
 from llm_train_bench.sweep.sweep_flags import SweepArgs, experiment_of
@@ -64,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
             name = words[0].removesuffix(".py").replace("_", "-")
             program = ["python", words[0]] if Path.cwd() == ROOT else ["llm-train-bench", name]
             print(printable(" ".join([*settings, shlex.join([*program, *words[1:]])])))
+        print(summary(cells, experiment, platform, args.tune or args.auto_bsz))
         return 0
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
     if not (args.output_dir or args.experiment):
@@ -93,6 +96,19 @@ def main(argv: Sequence[str]) -> int:
         print(f"{why}; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else INTERRUPTED
     return 0 if any(row["status"] == "ok" for row in measured) else 1
+
+
+def summary(cells: list[Cell], e: Experiment, platform: Platform, searches: bool) -> str:
+    """How many runs there are, and how long they take, as a comment of a shell."""
+    text = f"# {len(cells)} settings x {e.repeats} repeats = {len(cells) * e.repeats} runs"
+    if searches:
+        return f"{text}; a search decides which of them run, and for how long"
+    durations = Durations(cells, e, platform)
+    seconds = durations.of(cells * e.repeats)
+    if seconds is None:
+        return f"{text}; the time is known after the first"
+    about = "estimated" if durations.estimated else "at a CPU's usual speed, very roughly"
+    return f"{text}; {about} {duration_text(seconds)}, and what compilation takes"
 
 
 if __name__ == "__main__":

@@ -343,8 +343,8 @@ def test_the_whole_check_on_this_cpu(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [("--only gpt2-125", "there are gpt2-1.5b-bf16"), ("--at-least ninety", "must be per cent"),
-     ("--at-least 0%", "must be per cent"), ("--author x", "--verify"),
+    [("--only gpt2-125", "there are gpt2-1.5b-bf16"), ("--at-least ninety", "must be a number"),
+     ("--at-least 0%", "must be above 0"), ("--author x", "--verify"),
      ("--nodes --nproc 1", "one rank has nothing to compare"), ("--verify none.json", "cannot be read")],
 )  # fmt: skip
 def test_bad_input_is_one_line(argv, message, capsys):

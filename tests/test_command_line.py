@@ -1,7 +1,11 @@
 """Every argument error is one line of ours: what, the allowed values, the nearest right one."""
 
 import json
+import os
 import re
+import tomllib
+
+from llm_train_bench.settings.before_torch import check_early
 
 import pytest
 
@@ -15,10 +19,13 @@ import trace_report
 from llm_train_bench import __version__
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.machine import version_text
-from llm_train_bench.estimate.estimate_flags import EstimateFlags
-from llm_train_bench.settings.command_line import parse_args, parse_dataclass
-from llm_train_bench.settings.flags import Args, Script, declared, help_texts
+from llm_train_bench.base.number_text import parse_number
+from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags
+from llm_train_bench.settings.command_line import parse_args, parse_dataclass, remarks_on
+from llm_train_bench.settings.flags import Args, Script, declared, flag_of, help_texts
+from llm_train_bench.settings.other_names import in_our_words
 from llm_train_bench.sweep.sweep_flags import SweepArgs
+from tests.helpers import ROOT, python, words
 
 TINY = "configs/gpt2-tiny.json"
 KINDS = (
@@ -33,25 +40,173 @@ def test_every_flag_has_help_and_there_are_few(capsys):
     for kind in KINDS:
         assert help_texts(kind).keys() == declared(kind).keys()
         with pytest.raises(SystemExit) as end:
-            parse_dataclass(kind, ["--help"], "x.py")
+            parse_dataclass(kind, ["--help", "all"], "x.py")
         shown = capsys.readouterr().out
         for name, text in help_texts(kind).items():
             assert text.split(".")[0].split()[0] in shown and len(text) < 300, name
         assert end.value.code == 0
 
 
-@pytest.mark.parametrize(
-    "script", [*Script, check, compare, doctor, estimate, prepare_data, sweep, trace_report]
-)
-def test_every_script_has_help_and_a_version_with_the_commit(script, capsys):
-    main = script.main if hasattr(script, "main") else lambda argv: parse_args(argv, script)
-    for word, shown in (
-        ("--version", rf"llm-train-bench {__version__} \(commit .+\)\n$"),
-        ("--help", r"usage: [\s\S]{150}"),
+TOOLS = {
+    tool.__name__ + ".py": tool
+    for tool in (check, compare, doctor, estimate, prepare_data, sweep, trace_report)
+}
+
+
+def run(script: str, argv: list[str]) -> int:
+    """The exit code of a script that ends before it imports torch."""
+    try:
+        return TOOLS[script].main(argv) if script in TOOLS else check_early(argv, script) or 0
+    except SystemExit as end:
+        return int(str(end))
+
+
+@pytest.mark.parametrize("script", [*Script, *TOOLS])
+def test_every_script_has_a_version_and_help_of_one_screen(script, capsys):
+    for word in ("--version", "-V"):
+        assert run(script, [word]) == 0
+        shown = capsys.readouterr().out
+        assert re.match(rf"llm-train-bench {__version__} \(commit .+\)\n$", shown)
+    assert run(script, ["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: {script} ") and len(lines) <= 60
+    assert max(map(len, lines)) <= 102
+    assert doctor is TOOLS.get(script) or sum(f"python {script}" in line for line in lines) >= 2
+    if script in set(Script):
+        flags = [flag_of(n) for n, f in declared(Args).items() if f.common and script in f.scripts]
+        shown = [line.split()[0] for line in lines if line.startswith("  --")]
+        assert shown == [flag for flag in flags if flag != "--config"]
+
+
+def test_help_shows_a_group_a_flag_or_all(capsys):
+    def shown(*argv) -> list[str]:
+        assert run("train_ddp.py", ["--help", *argv]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line.split()[0] for line in lines if line.startswith("  --")]
+
+    assert shown("ddp") == ["--bucket-cap-mb", "--ddp-mode", "--zero1"]
+    assert shown("sac-freq") == shown("--bsz", "4")[7:8] == ["--sac-freq"]
+    every = [flag_of(n) for n, f in declared(Args).items() if Script.DDP in f.scripts]
+    assert shown("all") == [flag for flag in every if flag != "--config"]
+    assert run("estimate.py", ["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index(next(line for line in lines if "--gpu NAME" in line)) < 12
+
+
+WRONG = [
+    line.rsplit(" -> ", 1)
+    for line in (ROOT / "tests/wrong_commands.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG, ids=lambda text: text[:60])
+def test_a_wrong_command_is_answered_in_one_line(command, message, capsys):
+    script, *argv = command.split(" ")
+    assert run(script, [word for word in argv if word]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"{script}: ") and message in error and len(error) < 1000
+
+
+def test_a_mistake_needs_no_torch(tmp_path):
+    """Nor does one of a model's config, or of how flags fit together."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    for argv, message in (
+        ("train.py gpt2-tiny --bzs 4", "did you mean --bsz"),
+        ("train_fsdp.py no.json", "no such file"),
+        ("train_ddp.py gpt2-tiny --nproc 2 --global-bsz 9", "8 or 16"),
     ):
-        with pytest.raises(SystemExit) as end:
-            main([word])
-        assert end.value.code == 0 and re.match(shown, capsys.readouterr().out)
+        path = os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))
+        assert message in python(argv, code=2, PYTHONPATH=path).stderr
+    # A rank of a launcher says it later, one for all of its machine.
+    done = python(argv, code=1, PYTHONPATH=path, RANK="0", WORLD_SIZE="1")
+    assert done.stderr == "torch was imported\n"
+
+
+def test_ten_flags_of_other_trainers_are_ours_and_answers_name_ours():
+    tables = tomllib.loads((ROOT / "llm_train_bench/settings/other_names.toml").read_text())
+    assert len(tables["accepted"]) == 10
+    theirs = "--micro-batch-size 2 --seq_length=64 --max-steps 7 --gradient-accumulation-steps 3"
+    theirs += " --learning-rate 1e-3 --compile --tensor-parallel-size 2"
+    a = parse_args(["configs/gpt2-tiny.json", *theirs.split()], "train_fsdp.py")
+    assert (a.bsz, a.seq_len, a.n_steps, a.grad_acc_steps) == (2, 64, 7, 3)
+    assert (a.lr, a.pt_compile, a.tp) == (1e-3, True, 2)
+    a = parse_args(
+        words("gpt2-tiny --local-batch-size 3 --global-batch-size 9 --steps 2"), "train.py"
+    )
+    assert (a.bsz, a.global_bsz, a.n_steps, a.config) == (3, 9, 2, TINY)
+    assert in_our_words(["--steps", "--steps=5", "--model.steps=5", "steps"]) == [
+        "--n-steps", "--n-steps=5", "--model.steps=5", "steps"]  # fmt: skip
+    known = {flag_of(n) for kind in (*KINDS, Args) for n in declared(kind)}
+    for name, table in tables.items():
+        for theirs, ours in table.items():
+            named = re.findall(r"--[a-z0-9-]+", f"--{ours}" if name == "accepted" else ours)
+            assert set(named) <= known, (theirs, named)
+            assert name in ("accepted", "remarks", "values", *TOOLS) or f"--{theirs}" not in {
+                flag_of(n) for n, f in declared(Args).items() if not f.positional
+            }
+
+
+def test_what_is_no_mistake_but_worth_a_line_is_said(capsys):
+    argv = words("gpt2-tiny --max-steps 3 --bsz 2 --micro-batch-size=4 --pt-compile --pt_compile")
+    assert parse_args(argv, "train.py").bsz == 4
+    assert remarks_on(argv) == [
+        "--bsz is given twice; the last one counts",
+        "--pt-compile is given twice; the last one counts",
+        "--max-steps is --n-steps: these are the measured steps; --warmup-steps come before them",
+    ]
+    assert run("sweep.py", words("--models gpt2-tiny --dry-run --repeats 2 --repeats 3")) == 0
+    said = capsys.readouterr()
+    assert said.err == "sweep.py: --repeats is given twice; the last one counts\n"
+    assert "1 settings x 3 repeats = 3 runs" in said.out
+
+
+def test_numbers_are_read_as_people_write_them():
+    read = {"1e2": 100, "4k": 4000, "1.5M": 1_500_000, "1T": 10**12, "2_000": 2000, "-3": -3}
+    assert {text: parse_number(text, int) for text in read} == read
+    assert parse_number("4k", int, 1024) == 4096 and parse_number(str(2**63 - 1), int) == 2**63 - 1
+    assert [parse_number(t, float) for t in ("5%", "0.05", "3e-4", "1B")] == [0.05, 0.05, 3e-4, 1e9]
+    for text in ("1.5", "0.1", "5%", "k", "", "1e", "0x10", "1e999", "4 k", "4kk", "nan", "١"):
+        with pytest.raises(ValueError):
+            parse_number(text, int)
+    a = parse_args(words("configs/gpt2-125m.json --seq-len 1k --n-steps 1e2 --seed 2k"), "train.py")
+    assert (a.seq_len, a.n_steps, a.seed) == (1024, 100, 2000)
+    e = parse_dataclass(EstimateArgs, words("gpt2-125m --gpu h100 --tokens 1T"), "estimate.py")
+    assert e.tokens == 1e12
+
+
+@pytest.mark.parametrize("text", ["7%", "0.07"])
+def test_per_cent_mean_the_same_everywhere(text):
+    tolerance = parse_dataclass(
+        compare.CompareArgs, ["--baseline", "b", "--tolerance", text], "compare.py"
+    ).tolerance
+    at_least = parse_dataclass(check.CheckArgs, ["--at-least", text], "check.py").at_least
+    assert tolerance == at_least == 0.07
+
+
+def test_a_name_of_ours_finds_its_config_unless_a_file_has_it(tmp_path, monkeypatch):
+    assert parse_args(["gpt2-tiny"], "train.py").config == TINY
+    assert parse_args(["gpt2-tiny.json"], "train.py").config == TINY
+    assert parse_args(["gpt2-unknown"], "train.py").config == "gpt2-unknown"
+    monkeypatch.chdir(tmp_path)
+    assert parse_args(["gpt2-tiny"], "train.py").config == TINY
+    (tmp_path / "gpt2-tiny").mkdir()
+    assert parse_args(["gpt2-tiny"], "train.py").config == "gpt2-tiny"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("step_scheduler:\n  max_steps: 5\n", "is a recipe of NeMo Automodel"),
+        ("model:\n  _target_: nemo.Model\n", "is a recipe of NeMo Automodel"),
+        ("models: [gpt2-tiny]\n", "is an experiment, of several runs; use python sweep.py FILE"),
+        ("training:\n  steps: 5\n", "training is a section"),
+    ],
+)
+def test_a_file_of_something_else_is_named(content, message, tmp_path):
+    (tmp_path / "x.yaml").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        parse_args(["--from", str(tmp_path / "x.yaml")], "train.py")
 
 
 def test_without_a_repository_the_commit_is_the_image_s(monkeypatch):

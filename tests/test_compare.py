@@ -489,7 +489,7 @@ NEW = (
 )  # fmt: skip
 def test_gate(judged, baselines, changes, status, text, code, run_of):
     run, before = run_of("new/new", **changes), baselines.read_text()
-    setting = r"Invented CPU 9000 \(avx2, .*gpt2-tiny, train.py, T 32"
+    setting = r"Invented CPU 9000 \(avx2 .*gpt2-tiny, train.py, T 32"
     out = judged(baselines, run, code=code)
     assert re.match(f"{status} {setting}.*{text}", out, re.DOTALL), out
     if status.startswith("UNFIT"):

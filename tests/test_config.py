@@ -13,7 +13,6 @@ from llm_train_bench.formulas import parameters
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
 from llm_train_bench.model.config import ConfigError, load_config, parse_config
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.settings.command_line import parse_args
 from tests.helpers import FAMILIES, LLAMA, ROOT
 
 SHIPPED = sorted(
@@ -50,12 +49,6 @@ PROXIES = """llama-3.1-8b llama-3.1-70b llama-70b llama-3.1-405b llama-2-7b mist
     mistral-small-4-119b minimax-m2 hy3 gemma-3-12b seed-oss-36b qwen3-235b-a22b llama-2-70b
     qwen3-8b""".split()
 NAMED = {*EXACT, "gpt2-tiny", "llama-tiny", "moe-tiny", *(f"{name}-proxy" for name in PROXIES)}
-
-
-@pytest.mark.parametrize("size", ["small", "medium", "large", "xl", "2.7B"])
-def test_cs336_s_models_have_their_names(size):
-    args = parse_args(["--model-size", size, "--device", "cpu"], "train.py")
-    assert Path(args.config).stem == f"cs336-{size.lower()}"
 
 
 def test_all_promised_configs_are_shipped():

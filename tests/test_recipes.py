@@ -83,7 +83,7 @@ def test_add_a_family_a_flag_and_a_metric(tree):
     exported = json.loads((tree / "runs/new/export/config.json").read_text())
     assert exported["architectures"] == ["Qwen3ForCausalLM"]
     # Help, bounds, comparison, TensorBoard and a sweep's columns follow by themselves.
-    assert "--lr-power X" in run(tree, "train.py", "--help").stdout
+    assert "--lr-power X" in run(tree, "train.py", "--help", "all").stdout
     refused = run(tree, *argv, "--lr-power", 3, code=2).stderr
     assert refused == "train.py: --lr-power 3.0: must be at most 2\n"
     code = (

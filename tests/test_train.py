@@ -29,7 +29,7 @@ from llm_train_bench.results.schema import SCHEMA_VERSION
 from llm_train_bench.run import loop
 from llm_train_bench.run.provenance import describe_environment
 from llm_train_bench.run.sampling import text_decoder
-from llm_train_bench.settings.command_line import parse_args, translated
+from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, DataFlags, Script, declared
 from tests.helpers import (
     ROOT,
@@ -481,21 +481,6 @@ def test_a_program_that_calls_a_script_keeps_no_model(tmp_path):
         trained(tmp_path / name, TINY, "--n-steps 1 --warmup-steps 1")
     assert models() == before
     gc.freeze()
-
-
-def test_flags_of_predecessors_are_understood_or_answered():
-    theirs = "c.json --context_length=8 --batch-size 2 --measure-steps 3", "--nsys_start -1"
-    theirs = words(*theirs, "--pass-type forward_backward --nsys-end=-1")
-    ours = "c.json --seq-len=8 --bsz 2 --n-steps 3 --pass-type forward-backward"
-    assert translated(theirs) == words(ours)
-    for flag, answer in (
-        ("--reduce-freq", "--grad-acc-steps"), ("--ckpt-freq", "--save-every"),
-        ("--no-sync", "docs/METRICS.md"), ("--local-batch-size", "use --bsz"),
-        ("--micro_batch_size", "use --bsz"), ("--model-size", "small, medium, large"),
-    ):  # fmt: skip
-        with pytest.raises(UsageError, match=answer) as error:
-            parse_args(["configs/gpt2-tiny.json", flag, "7"], "train.py")
-        assert str(error.value).startswith(flag.replace("_", "-")) and "\n" not in str(error.value)
 
 
 def test_a_run_is_one_file(tmp_path):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.machine import cpu_multiplies
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.measure.device import native_amp
 from llm_train_bench.model.lora import apply_lora
 from llm_train_bench.model.transformer import Transformer
 
@@ -20,6 +20,13 @@ def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManage
     if amp == "off":
         return contextlib.nullcontext()
     return torch.autocast(device.type, AMP_DTYPES[amp])
+
+
+def native_amp(device: torch.device) -> str:
+    """The format of `--amp auto` on this device, unless a rule refuses it: bf16, fp16 or off."""
+    if device.type == "cpu":
+        return "bf16" if cpu_multiplies("bf16") else "off"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def set_precision(amp: str, tf32: bool, device: torch.device) -> None:

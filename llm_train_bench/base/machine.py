@@ -22,6 +22,15 @@ def detect_platform() -> Platform:
     return "amd" if Path("/dev/kfd").exists() else "cpu"
 
 
+def gpu_name() -> str | None:
+    """The name of this machine's first NVIDIA GPU, as its driver has it; None where nothing tells."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return next(iter(done.stdout.splitlines()), None)
+    return None
+
+
 # Instruction sets by which the matmuls of CPUs of one name differ.
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "sve2", "bf16")
 # Those of them, and of others, that multiply numbers of 16 bits, as Linux names them on x86 and Arm.

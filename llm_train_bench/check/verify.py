@@ -123,9 +123,10 @@ def verify_run(shared: SharedRun) -> Verified:
         for group, name in LATER_FIGURES:
             if found[group][name] is None:
                 right[group][name] = None
-        if "--amp" not in found["command"] and r.args["amp"] == "bf16":  # it was the default once
+        if "--amp" in right["command"] and "--amp" not in found["command"]:
             i = right["command"].index("--amp")
-            del right["command"][i : i + 2]
+            if right["command"][i + 1] == "bf16":  # it was the default once
+                del right["command"][i : i + 2]
         if wrong := min(changed_paths(found, right), default=None, key=_order):
             shown = (str(_at(x, wrong))[:60] for x in (found, right))
             raise Refused("{} is {}; what the file holds gives {}".format(wrong, *shown))

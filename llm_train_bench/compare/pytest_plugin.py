@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def tolerance_in(config: pytest.Config) -> float:
     """--train-tolerance as a part: of 5%, 0.05."""
-    from llm_train_bench.base.numbers import parse_number
+    from llm_train_bench.base.number_text import parse_number
 
     text = str(config.getoption("--train-tolerance"))
     with contextlib.suppress(ValueError):

@@ -11,7 +11,7 @@ import torch
 from torch.cuda import nccl
 
 from llm_train_bench.base.errors import OwnError, UsageError
-from llm_train_bench.base.machine import Platform, cpu_multiplies, cpu_name
+from llm_train_bench.base.machine import Platform, cpu_name
 
 GIB = 2**30
 
@@ -81,13 +81,6 @@ def platform_of(device: torch.device) -> Platform:
     if device.type == "cpu":
         return "cpu"
     return "amd" if torch.version.hip else "nvidia"
-
-
-def native_amp(device: torch.device) -> str:
-    """The format of `--amp auto` on this device, unless a rule refuses it: bf16, fp16 or off."""
-    if device.type == "cpu":
-        return "bf16" if cpu_multiplies("bf16") else "off"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def keep_freed_memory() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from llm_train_bench.apply.precision import native_amp
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import DoesNotFit, Interrupted, UsageError
 from llm_train_bench.base.machine import n_cores
@@ -24,7 +25,6 @@ from llm_train_bench.measure.device import (
     GIB,
     SHARE_GPU,
     memory_gib,
-    native_amp,
     pick_device,
     platform_of,
 )

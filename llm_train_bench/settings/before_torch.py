@@ -17,7 +17,7 @@ from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
 
 
-def answer(argv: list[str], name: str) -> None:
+def check_early(argv: list[str], name: str) -> None:
     """Exit with 0 after --help, and with 2 after one line on a mistake."""
     try:
         args, script = parse_args(argv, name), Script(name)
@@ -45,6 +45,6 @@ def launchers_rank() -> str | None:
 script = Path(sys.argv[0]).name
 if start.is_script() and script in set(Script):
     if (rank := launchers_rank()) is None:
-        answer(sys.argv[1:], script)
+        check_early(sys.argv[1:], script)
     if rank in (None, "0") and start.PARENT not in os.environ:
         remark(sys.argv[1:], script)

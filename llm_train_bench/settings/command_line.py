@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.machine import version_text
-from llm_train_bench.base.numbers import parse_number
+from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.flags import (
     Args,
@@ -18,7 +18,7 @@ from llm_train_bench.settings.flags import (
     declared,
     defaults,
     flag_of,
-    options_of,
+    kinds_of_value,
     to_argv,
 )
 from llm_train_bench.settings.help_text import help_text
@@ -159,14 +159,17 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
 def _unknown(flag: str, following: Sequence[str], kind: type, prog: str) -> UsageError:
     """What to say of a flag that `prog` does not have, and of the word after it."""
     instead, known = replacement(flag, prog), [flag_of(n)[2:] for n in declared(kind)]
+    if (last := flag.rpartition(".")[2]) in known:
+        instead = f"--{last}"
     ours = (instead or flag).split()[0].strip(",:").removeprefix("--")
     if ours not in known and ours.replace("-", "_") in declared(Args):
         value = next((word for word in following if not word.startswith("-")), "VALUE")
         use = f"use --set {ours}={value}" if "set" in known else "it is a flag of train.py"
         return UsageError(f"{flag}: is no flag of {prog}; {use}")
     if instead:
-        return UsageError(f"{flag}: is another tool's flag; use {instead}")
-    cutoff = 0.8 if len(flag) > 6 else 0.6  # of three letters, two may be swapped
+        use = "use " if instead.startswith("--") else ""
+        return UsageError(f"{flag}: is another tool's flag; {use}{instead}")
+    cutoff = 0.75 if len(flag) > 6 else 0.6  # of three letters, two may be swapped
     near = did_you_mean(flag[2:], known, cutoff, "--")
     return UsageError(f"{flag}: unknown flag{near or f'; see {prog} --help'}")
 
@@ -175,7 +178,7 @@ def allowed(hint: Any) -> str:
     """The values that a flag takes, in words."""
     names = {int: "a whole number", float: "a number", str: "text"}
     words = []
-    for option in options_of(hint):
+    for option in kinds_of_value(hint):
         words += get_args(option) if get_origin(option) is Literal else [names[option]]
     return _either(words)
 
@@ -187,7 +190,7 @@ def _either(words: Iterable[str]) -> str:
 
 def _value(flag: str, text: str, hint: Any, thousand: int) -> Any:
     """A flag's value of its text; UsageError with the values that are allowed."""
-    for option in options_of(hint):
+    for option in kinds_of_value(hint):
         if get_origin(option) is Literal:
             if text in get_args(option):
                 return text
@@ -198,5 +201,5 @@ def _value(flag: str, text: str, hint: Any, thousand: int) -> Any:
                 return parse_number(text, option, thousand)
     if right := right_value(flag, text):
         raise UsageError(f"{flag} {text}: is not known here; use {right}")
-    words = [w for o in options_of(hint) if get_origin(o) is Literal for w in get_args(o)]
+    words = [w for o in kinds_of_value(hint) if get_origin(o) is Literal for w in get_args(o)]
     raise UsageError(f"{flag} {text}: must be {allowed(hint)}{did_you_mean(text, words)}")

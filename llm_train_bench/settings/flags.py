@@ -484,7 +484,7 @@ def help_texts(kind: type) -> dict[str, str]:
     return texts
 
 
-def options_of(hint: Any) -> list[Any]:
+def kinds_of_value(hint: Any) -> list[Any]:
     """The types that a flag's value may have."""
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
@@ -573,7 +573,7 @@ def check_bounds(args: Any) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and (why := _outside(flag, value)):
             percent = "; per cent are written as 5% or 0.05" if flag.metavar == "PERCENT" else ""
-            raise UsageError(f"{flag_of(name)} {value:g}: must be {why}{percent}")
+            raise UsageError(f"{flag_of(name)} {value}: must be {why}{percent}")
 
 
 def _outside(flag: Flag, value: float) -> str | None:

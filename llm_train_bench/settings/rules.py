@@ -16,6 +16,7 @@ from llm_train_bench.settings.flags import (
     SHARDED,
     Args,
     Fp8Flags,
+    FsdpFlags,
     Script,
     TeRecipe,
     TorchaoRecipe,
@@ -30,11 +31,11 @@ Checked = TypeVar("Checked", bound=Args)
 FP8_RECIPES = {"te": get_args(TeRecipe), "torchao": get_args(TorchaoRecipe)}
 
 
-def _divided(a: Args) -> bool:
+def _divided(a: FsdpFlags) -> bool:
     return a.tp * a.cp * a.ep > 1
 
 
-def _te_gathers(a: Args) -> bool:
+def _te_gathers(a: Fp8Flags) -> bool:
     """Whether Transformer Engine keeps the weights in FP8."""
     return a.fp8_all_gather and a.fp8_backend == "te"
 

@@ -116,6 +116,8 @@ def _run_file(path: Path) -> RunFile:
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
             ranks = None
     else:
+        if foreign := _foreign_kind(content):
+            raise UsageError(f"--from {path}: {foreign}")
         flags = {key.replace("-", "_"): value for key, value in content.items()}
         script = flags.pop("script", None)
         if wrong := sorted(flags.keys() - declared(Args).keys()):
@@ -129,6 +131,16 @@ def _run_file(path: Path) -> RunFile:
     if config is not None and not isinstance(config, str):
         raise UsageError(f"--from {path}: config: must be a path")
     return RunFile(flags, config, script and Script(script), ranks)
+
+
+def _foreign_kind(content: Mapping[str, Any]) -> str | None:
+    """What a file is that describes something other than one run of ours; None for a run of ours."""
+    if content.keys() & {"experiment", "models", "grid", "cells"}:
+        return "is an experiment, of several runs; use python sweep.py FILE"
+    if content.keys() & {"step_scheduler", "recipe"} or "_target_" in str(content):
+        return "is a recipe of NeMo Automodel; docs/MIGRATING.md has our flags for it"
+    nested = next((key for key, value in content.items() if isinstance(value, dict)), None)
+    return nested and f"{nested} is a section: a file of ours has config and flags without sections"
 
 
 def result_flags(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text")
 def nearest_flag(flag: str) -> str:
     """What an unknown flag may have meant, in words: another suite's name, or a near one."""
     if instead := replacement(flag_of(flag), "train.py"):
-        return f": another tool's; use {instead}"
+        return f": another tool's; {'use ' * instead.startswith('--')}{instead}"
     return did_you_mean(flag, SETTABLE)
 
 

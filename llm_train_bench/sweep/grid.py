@@ -6,10 +6,20 @@ from typing import Any, get_args, get_type_hints
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
+from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.model.config import model_name
+from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import SETTABLE, Args, Script, differing, flag_of, to_argv
+from llm_train_bench.settings.flags import (
+    SETTABLE,
+    Args,
+    Script,
+    declared,
+    differing,
+    flag_of,
+    to_argv,
+)
 from llm_train_bench.settings.plan import Plan, Platform, make_plan
 from llm_train_bench.sweep.experiment import Experiment, Flags, Value, nearest_flag
 
@@ -58,7 +68,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             f"{where}: {both[0]} is in the grid and in cells; each cell runs with the whole grid"
         )
     combinations = (dict(zip(axes, c, strict=True)) for c in itertools.product(*e.grid.values()))
-    native, cells = native_amp(e, platform, where), []
+    native, cells = amp_of_gpu(e, platform, where), []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         flags = e.training | e.platforms.get(platform, {}) | e.layout_of(model, platform)
         flags |= chosen | listed
@@ -78,7 +88,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
                 )
         ordered = tuple(sorted(flags.items()))
         script = Script.PP if flags.get("pp") and e.script is Script.FSDP else e.script
-        cell = Cell(script, model, ordered, names, tuple(e.environment.items()))
+        cell = Cell(script, shipped_config(model), ordered, names, tuple(e.environment.items()))
         try:
             world = _world(cell)
             args = parse_args(cell.argv(), script)
@@ -91,7 +101,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
     return cells
 
 
-def native_amp(e: Experiment, platform: Platform, where: str) -> str | None:
+def amp_of_gpu(e: Experiment, platform: Platform, where: str) -> str | None:
     """The format of --amp auto on the experiment's GPU; None where it names none."""
     machine = e.hardware.get(platform)
     if machine is None or machine.gpu is None:
@@ -116,7 +126,7 @@ def _meant(name: str, value: Value, where: str) -> Value:
     try:
         if bool in kinds:
             return {"true": True, "false": False}[value.lower()]
-        return int(value) if int in kinds else float(value)
+        return parse_number(value, int if int in kinds else float, declared(Args)[name].thousand)
     except (KeyError, ValueError):
         raise UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}") from None
 
@@ -177,7 +187,7 @@ def differences(e: Experiment, where: str) -> list[str]:
     named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
     resolved = {
         platform: [
-            _resolved(cell, platform, native_amp(e, platform, where))
+            _resolved(cell, platform, amp_of_gpu(e, platform, where))
             for cell in make_cells(e, platform, where)
         ]
         for platform in get_args(Platform)

@@ -18,6 +18,7 @@ from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep import cell_runs
 from llm_train_bench.sweep.auto_batch import with_largest_batch
 from llm_train_bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
+from llm_train_bench.sweep.duration import Durations, duration_text
 from llm_train_bench.sweep.experiment import Experiment, Machine
 from llm_train_bench.sweep.grid import Cell
 from llm_train_bench.sweep.sweep_flags import SweepArgs
@@ -146,19 +147,22 @@ def run_all(
         gpu = experiment.hardware.get(platform, Machine()).gpu
         cells = [with_largest_batch(cell, rows, timeout_s, gpu) for cell in cells]
     # Each key is made once: a file that is edited meanwhile would give another key.
-    measured, todo, labels = [], [], {}
+    measured, todo, cell_of = [], [], {}
+    durations = Durations(cells, experiment, platform)
     runs = [(cell, i) for i, cell in itertools.product(range(experiment.repeats), cells)]
     for cell, repeat in tune(cells, experiment, rows, platform) if args.tune else runs:
         key = cell_key(cell, repeat)
+        cell_of[key] = cell
         if row := rows.rows.get(key):
             cell_runs.refuse_foreign_row(row, rows.path)
             measured.append(row)
+            durations.add(cell, row)
         else:
             todo.append((cell, repeat))
-            labels[key] = cell.label()
     if done := len(measured):
         print(f"rows from before: {done}", flush=True)
-    start = time.monotonic()
+    start, ended = time.monotonic(), []
+    waiting = [cell for cell, _ in todo]
     if args.slurm:
         fresh = run_as_jobs(todo, directory, timeout_s, options_of(args.slurm))
     else:
@@ -166,10 +170,16 @@ def run_all(
     for i, row in enumerate(fresh, 1):
         rows.add(row)
         measured.append(row)
-        minutes, seconds = divmod(round((time.monotonic() - start) / i * (len(todo) - i)), 60)
-        left = f"{minutes} min {seconds} s left" if minutes else f"{seconds} s left"
+        cell = cell_of[row["key"]]
+        durations.add(cell, row)
+        waiting.remove(cell)
+        ended.append(cell)
+        left, past = durations.of(waiting), durations.of(ended)
+        # Jobs run side by side, and between runs there may be a rest.
+        pace = (time.monotonic() - start) / past if past else 1.0
+        text = f"{duration_text(pace * left)} left" if left is not None else "time left unknown"
         place = f"[{done + i}/{done + len(todo)}]"
-        print(f"{place} {outcome(row)}  {labels[row['key']]}  ({left})", flush=True)
+        print(f"{place} {outcome(row)}  {cell.label()}  ({text})", flush=True)
     return measured
 
 

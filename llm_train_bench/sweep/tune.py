@@ -7,17 +7,15 @@ in full, in turn, for an interval.
 import itertools
 
 from llm_train_bench.base.errors import DoesNotFit, UsageError
-from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware
-from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import estimate_speed
-from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, defaults
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep.cell_runs import Rows, probe
-from llm_train_bench.sweep.experiment import Experiment, Machine
-from llm_train_bench.sweep.grid import Cell, plan_of
+from llm_train_bench.sweep.duration import work_on
+from llm_train_bench.sweep.experiment import Experiment
+from llm_train_bench.sweep.grid import Cell
 
 # Part of the settings that is run at all; measured steps of the first short runs, and before them.
 FIELD, FIRST_STEPS, SHORT_WARMUP = 5, 3, 2
@@ -46,18 +44,16 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
     """A fifth of the settings, at least two: those estimated to fit and be fastest, with tokens/s."""
     rated = []
     for cell in cells:
-        args = parse_args(cell.argv(), cell.script)
-        on = "cpu" if args.device == "cpu" else platform
-        machine = e.hardware.get(on, Machine())
-        world = args.nproc or machine.gpus
-        gpu = _device(machine.gpu, on, world)
-        memory = None if on == "cpu" else gpu.memory_gib
         try:
-            has = {"memory_gib": memory, "native_amp": gpu.native_amp}
-            work = plan_of(args, cell.script, world, on, **has).work
+            work, gpu = work_on(cell, e, platform)
         except DoesNotFit:  # bsz auto, and not even 1 fits
             continue
-        if memory and estimate_memory(work).on_device(world) > memory * 2**30:
+        except UsageError as error:
+            raise UsageError(f"--tune: {error}") from None
+        if (
+            gpu.platform != "cpu"
+            and estimate_memory(work).on_device(work.world) > gpu.memory_gib * 2**30
+        ):
             continue
         rate = work.batch.tokens_per_step / estimate_speed(work, gpu).step_s
         rated.append((rate, cell))
@@ -65,18 +61,6 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
         raise UsageError("--tune: no setting is estimated to fit; use more GPUs or a smaller bsz")
     rated.sort(key=lambda pair: -pair[0])
     return rated[: max(2, len(cells) // FIELD)]
-
-
-def _device(gpu: str | None, platform: Platform, world: int) -> Hardware:
-    if platform != "cpu":
-        if gpu is None:
-            key = f"hardware: {platform}: gpu"
-            raise UsageError(f"--tune needs to know the GPU: an experiment file says it, as {key}")
-        return find_hardware(gpu)
-    try:
-        return find_cpu(cpu_name(), world)
-    except UsageError as error:
-        raise UsageError(f"--tune: {error}") from None
 
 
 def halved(field: list[Cell], e: Experiment, rows: Rows) -> list[Cell]:
