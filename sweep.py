@@ -100,7 +100,9 @@ def main(argv: Sequence[str]) -> int:
 
 def summary(cells: list[Cell], e: Experiment, platform: Platform, searches: bool) -> str:
     """How many runs there are, and how long they take, as a comment of a shell."""
-    text = f"# {len(cells)} settings x {e.repeats} repeats = {len(cells) * e.repeats} runs"
+    counts = {"setting": len(cells), "repeat": e.repeats, "run": len(cells) * e.repeats}
+    settings, repeats, runs = (f"{n} {word}{'s' * (n > 1)}" for word, n in counts.items())
+    text = f"# {settings} x {repeats} = {runs}"
     if searches:
         return f"{text}; a search decides which of them run, and for how long"
     durations = Durations(cells, e, platform)

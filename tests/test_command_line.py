@@ -158,7 +158,7 @@ def test_what_is_no_mistake_but_worth_a_line_is_said(capsys):
     assert run("sweep.py", words("--models gpt2-tiny --dry-run --repeats 2 --repeats 3")) == 0
     said = capsys.readouterr()
     assert said.err == "sweep.py: --repeats is given twice; the last one counts\n"
-    assert "1 settings x 3 repeats = 3 runs" in said.out
+    assert "1 setting x 3 repeats = 3 runs" in said.out
 
 
 def test_numbers_are_read_as_people_write_them():

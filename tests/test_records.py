@@ -79,7 +79,7 @@ FEWEST |= dict(num_attention_heads=32)
 VARIES = re.compile(
     r'"(peak_rss_gib|memory_mean_gib|id|boot|pid|started|began|started_at|ended_at|os|python|torch|numpy|'
     r'torchao|triton|cuda|hip|cudnn|nccl|driver|nodes|balancing|cpu_count|torch_threads|OMP_NUM_THREADS|git_\w+|TORCHINDUCTOR_CACHE_DIR|host|energy_source|hash)":|'
-    r"torch, commit|memory: resident|peak_rss_gib \[|Skipping import of cpp"
+    r"torch, commit|very roughly|memory: resident|peak_rss_gib \[|Skipping import of cpp"
 )
 
 

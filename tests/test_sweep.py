@@ -22,11 +22,13 @@ from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.sweep import auto_batch, cell_runs, grid, jobs, tune
+from llm_train_bench.sweep import auto_batch, cell_runs, duration, grid, jobs, tune
 from llm_train_bench.sweep import experiment as experiments
 from llm_train_bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
 from llm_train_bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, run_cell
+from llm_train_bench.sweep.duration import START_S, duration_text, work_on
 from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import Cell, differences, make_cells
 from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
@@ -408,10 +410,59 @@ def test_some_models_of_a_file(output_of, tmp_path, monkeypatch):
     argv = "configs/sweeps/gpt2-context.yaml --models gpt2-350m configs/gpt2-125m.json --dry-run"
     out = output_of(sweep.main, argv)
     assert out.count("gpt2-350m.json") == out.count("gpt2-125m.json") == 4 and "760m" not in out
-    assert all(line.startswith("python train.py configs/") for line in out.splitlines())
+    *commands, summary = out.splitlines()
+    assert all(line.startswith("python train.py configs/") for line in commands)
+    assert summary.startswith(
+        "# 8 settings x 3 repeats = 24 runs; at a CPU's usual speed, very roughly"
+    )
     monkeypatch.chdir(tmp_path)  # where another train.py may be
     out = output_of(sweep.main, "--models configs/gpt2-125m.json --set bsz=1 --dry-run")
-    assert out == "llm-train-bench train configs/gpt2-125m.json --bsz 1\n"
+    assert out.startswith(
+        "llm-train-bench train configs/gpt2-125m.json --bsz 1\n# 1 setting x 1 repeat = 1 run;"
+    )
+
+
+def test_the_time_of_a_sweep_is_estimated_from_what_is_known(output_of, own_hardware, capsys):
+    """From the GPU that a file names, or the measured CPU; START_S is the start of each run."""
+    argv = (
+        "--models configs/gpt2-tiny.json --set bsz=1,2 n-steps=90 --repeats 3 --dry-run --platform"
+    )
+    assert "6 runs; the time is known after the first" in output_of(sweep.main, argv, "amd")
+    cpu = dict(bf16_tflops=0.1, memory_gib=8.0, memory_tb_per_s=0.01)
+    own_hardware(dict(name=f"{cpu_name()}, 1 thread") | cpu)
+    summary = output_of(sweep.main, argv, "cpu").splitlines()[-1]
+    e = experiment(grid={"bsz": [1, 2]}, training={"n_steps": 90})
+    steps = [estimate_speed(*work_on(cell, e, "cpu")).step_s for cell in make_cells(e, "cpu")]
+    assert steps[1] == pytest.approx(2 * steps[0], rel=0.3)
+    seconds = 3 * (2 * START_S + 100 * sum(steps))
+    told = f"# 2 settings x 3 repeats = 6 runs; estimated {duration_text(seconds)}, and what"
+    assert summary == f"{told} compilation takes"
+
+
+def test_the_time_left_is_right_where_settings_differ(tmp_path, monkeypatch, capsys):
+    """A step costs 1 s per sample, a start 10 s, and there are 10 steps: 20, 50 and 90 s a run."""
+    e, now = experiment(grid={"bsz": [1, 4, 8]}, training=FAST | {"n_steps": 9}, repeats=2), [0.0]
+
+    def run_here(todo, directory, timeout_s, cooldown_s):
+        for cell, repeat in todo:
+            bsz = dict(cell.flags)["bsz"]
+            wall = 10.0 + 10 * bsz
+            now[0] += wall
+            row = cell_runs.first_of_row(cell, repeat)
+            yield row | {
+                "status": "ok",
+                "tokens_per_sec": 1.0,
+                "wall_s": wall,
+                "step_times_s": [bsz] * 9,
+            }
+
+    monkeypatch.setattr(jobs, "run_here", run_here)
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: now[0])
+    args = mock.Mock(auto_bsz=False, tune=False, slurm=(), cooldown=0.0)
+    jobs.run_all(make_cells(e, "cpu"), e, Rows(tmp_path / "rows.jsonl"), args, "cpu")
+    lines = capsys.readouterr().out.splitlines()
+    left = [re.search(r"\((.*) left\)", line)[1] for line in lines]
+    assert left == ["5 min 0 s", "4 min 10 s", "2 min 40 s", "2 min 20 s", "1 min 30 s", "0 s"]
 
 
 def test_rest_between_runs_and_energy_in_the_csv(tmp_path, monkeypatch):
@@ -619,7 +670,7 @@ def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, caps
     cells = make_cells(e, "cpu")
     assert len(cells) == 48
     h100 = find_hardware("h100")
-    monkeypatch.setattr(tune, "find_cpu", lambda cpu, ranks: h100)
+    monkeypatch.setattr(duration, "find_cpu", lambda cpu, ranks: h100)
     field = tune.by_estimate(cells, e, "cpu")
     assert len(field) == 9 and [rate for rate, _ in field] == sorted((r for r, _ in field))[::-1]
     assert field[-1][0] > 1e4

@@ -98,9 +98,6 @@ def parse_dataclass(
         raise SystemExit(0)
     if script:
         refuse_foreign(argv, script)
-    else:
-        for remark in remarks_on(argv):
-            print(f"{prog}: {remark}", file=sys.stderr)
     values, flags = parse_words(kind, argv, prog), declared(kind)
     for name, flag in flags.items():
         if defaults(kind)[name] is dataclasses.MISSING and name not in values:
@@ -110,6 +107,8 @@ def parse_dataclass(
         values["config"] = shipped_config(values["config"])
     parsed = kind(**(defaults(kind) | values))
     check_bounds(parsed)
+    for remark in remarks_on(argv) if script is None else ():  # the training scripts say it early
+        print(f"{prog}: {remark}", file=sys.stderr)
     return parsed
 
 
@@ -170,7 +169,10 @@ def _unknown(flag: str, following: Sequence[str], kind: type, prog: str) -> Usag
         use = "use " if instead.startswith("--") else ""
         return UsageError(f"{flag}: is another tool's flag; {use}{instead}")
     cutoff = 0.75 if len(flag) > 6 else 0.6  # of three letters, two may be swapped
-    near = did_you_mean(flag[2:], known, cutoff, "--")
+    longer = next(
+        (f"; did you mean --{word}?" for word in known if word.startswith(f"{flag[2:]}-")), ""
+    )
+    near = longer or did_you_mean(flag[2:], known, cutoff, "--")
     return UsageError(f"{flag}: unknown flag{near or f'; see {prog} --help'}")
 
 

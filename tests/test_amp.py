@@ -1,0 +1,180 @@
+"""--amp auto: the fastest format that the device has instructions for, and that no rule refuses."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+import doctor
+import estimate
+from llm_train_bench.base import machine
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import find_hardware
+from llm_train_bench.compare.gate import baseline_key
+from llm_train_bench.results.schema import Result
+from llm_train_bench.run.checkpoint import lineage
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.plan import resolve_amp
+from llm_train_bench.settings.rules import AXES, broken_rule
+from llm_train_bench.sweep.cell_runs import cell_key
+from llm_train_bench.sweep.experiment import Experiment
+from llm_train_bench.sweep.grid import differences, make_cells
+from tests.helpers import config, plan_of, train_main, trained, words
+
+TINY = words(
+    "configs/gpt2-tiny.json --seq-len 16 --bsz 1 --n-steps 2 --warmup-steps 1 --no-tensorboard"
+)
+
+
+@pytest.fixture
+def cpu_with(monkeypatch):
+    """Invents the instruction sets of this machine's CPU."""
+
+    def invent(sets: str) -> None:
+        monkeypatch.setattr(machine, "_processor", lambda: ("Invented CPU", set(sets.split())))
+
+    return invent
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ("", "off"), ("avx2", "off"), ("avx2 avx512f", "off"), ("avx2 avx512_fp16", "off"),
+        ("avx512f avx512_bf16", "bf16"), ("amx_bf16", "bf16"), ("asimd asimdhp", "off"),
+        ("asimd bf16", "bf16"),
+    ],
+)  # fmt: skip
+def test_a_cpu_s_format_is_one_that_it_multiplies_in(sets, expected, cpu_with, tmp_path):
+    cpu_with(sets)
+    assert plan_of(TINY, platform="cpu").work.amp == expected
+    result = trained(tmp_path, TINY)  # in the record, and in the name
+    assert result["args"]["amp"] == expected
+    assert ("-ampoff" in result["run_name"]) is (expected == "off")
+    assert find_hardware("h100").native_amp == "bf16"
+
+
+def test_a_slow_format_runs_with_a_note_if_asked_for(cpu_with, tmp_path, capsys):
+    cpu_with("avx2")
+    for name in ("bf16", "fp16"):
+        note = f"--amp {name}: this CPU has no instructions for it"
+        result = trained(tmp_path / name, TINY, "--amp", name)
+        assert result["args"]["amp"] == name and result["notes"][0].startswith(note)
+        assert note in capsys.readouterr().err.partition("step ")[0]  # before the slow steps
+    assert doctor.main([]) in (0, 1)
+    assert "--amp auto, the default, takes fp32" in capsys.readouterr().out
+    cpu_with("amx_bf16 amx_fp16")
+    for name in ("bf16", "fp16"):
+        assert not plan_of([*TINY, "--amp", name], platform="cpu").notes
+    doctor.main([])
+    assert "the CPU has instructions for it" in capsys.readouterr().out
+
+
+MORE = [
+    "", "--optimizer muon", "--optimizer adamw8bit", "--optimizer sgd", "--lora-rank 2",
+    "--lora-rank 2 --lora-base bf16", "--lora-rank 2 --lora-base fp32", "--bf16-weights master",
+    "--zero1", "--cpu-offload", "--linear te", "--linear onednn", "--use-fp8 --fp8-emulate",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("native", ["bf16", "fp16", "off"])
+def test_auto_refuses_nothing_that_some_format_allows(native):
+    """Each supported combination of toggles, and flags that are for some formats only."""
+    cases = [(script, {}, more) for script in Script for more in MORE]
+    cases += [(Script.FSDP, {"tp": 2}, more) for more in MORE]
+    axes = [AXES[name].values() for name in ("fp8", "compile", "sac", "layout")]
+    for script, *cells in itertools.product(Script, *axes):
+        cases.append((script, {k: v for cell in cells for k, v in cell.items()}, ""))
+    allowed_by_some = 0
+    for script, flags, more in cases:
+        with contextlib.suppress(UsageError):  # flags of other scripts
+            args = dataclasses.replace(parse_args(words("x.json", more), script), **flags)
+        formats = [dataclasses.replace(args, amp=name) for name in ("off", "bf16", "fp16")]
+        allowed = [a.amp for a in formats if not broken_rule(a, script)]
+        if not allowed:
+            continue
+        allowed_by_some += 1
+        assert not broken_rule(args, script), (script, flags, more)
+        chosen = resolve_amp(args, script, config("gpt2"), "nvidia", native)
+        assert chosen in allowed, (script, flags, more, chosen)
+        if args.use_fp8 or args.linear == "te":
+            assert chosen == "bf16"
+        elif args.linear == "onednn":
+            assert chosen == "off"
+        else:
+            assert chosen == (
+                native if native in allowed else "off" if "off" in allowed else "bf16"
+            )
+    assert allowed_by_some > 100
+
+
+def test_experts_of_odd_sizes_are_computed_in_fp32():
+    shape = config("qwen3_moe", hidden_size=52, moe_intermediate_size=20)
+    assert plan_of(["x.json", "--seq-len", 16], config=shape).work.amp == "off"
+    assert plan_of(["x.json", "--seq-len", 16], config=config("qwen3_moe")).work.amp == "bf16"
+
+
+def test_the_device_that_is_meant_decides(cpu_with, output_of):
+    """Not the host: an estimate or a sweep for a GPU is planned on a CPU."""
+    cpu_with("avx2")
+    for gpu, expected in (("h100", "bf16"), ("mi300x", "bf16"), ("t4", "fp16"), ("v100", "fp16")):
+        assert find_hardware(gpu).native_amp == expected
+        e = Experiment.model_validate(
+            {"experiment": "x", "models": ["configs/gpt2-tiny.json"],
+             "hardware": {"nvidia": {"gpus": 1, "gpu": find_hardware(gpu).name}}})  # fmt: skip
+        (cell,) = make_cells(e, "nvidia")
+        assert "--amp" not in cell.argv()
+        other = e.model_copy(update={"platforms": {"cpu": {"device": "cpu"}}})
+        assert f"amp: nvidia {expected}, cpu off" in "\n".join(differences(other, "x"))
+    line = "configs/gpt2-125m.json --bsz 1 --gpu t4"
+    explicit, auto = (output_of(estimate.main, line, more) for more in ("--amp fp16", ""))
+    assert explicit == auto and "bf16" not in auto
+    assert "T4 has no bf16" in output_of(estimate.main, line, "--amp bf16")
+    # Of other trainers it is not known what they refuse of fp16.
+    assert output_of(estimate.main, line, "--trainer megatron --tp 2 --gpus 2")
+
+
+def test_the_cpu_of_an_estimate_is_known_by_its_name(own_hardware):
+    for sets, expected in (("avx2 avx512f", "off"), ("avx2 avx512_bf16", "bf16")):
+        name = f"Some CPU ({sets}, 2 cores), 2 threads"
+        own_hardware(dict(name=name, bf16_tflops=1.0, memory_gib=8.0, memory_tb_per_s=0.1))
+        assert find_hardware(name).native_amp == expected
+
+
+def test_runs_of_before_stay_repeats(tmp_path):
+    """The default was bf16: baselines and names leave it out, and --from says it."""
+    result = Result.model_validate(trained(tmp_path, TINY, "--device cpu"))
+    plain = Result.model_validate(result.model_dump() | {"args": {**result.args}})
+    del plain.args["amp"]
+    assert result.args["amp"] == "bf16" and baseline_key(result) == baseline_key(plain)
+    other = Result.model_validate(result.model_dump() | {"args": {**result.args, "amp": "off"}})
+    assert baseline_key(other) != baseline_key(plain)
+    (path,) = tmp_path.glob("*/result.json")
+    assert parse_args(["--from", str(path)], "train.py").amp == "bf16"
+
+
+def test_a_sweep_s_rows_of_before_are_of_another_format(cpu_with):
+    """On a CPU without bf16 only: there the same command meant another format."""
+    e = Experiment.model_validate({"experiment": "x", "models": ["configs/gpt2-tiny.json"]})
+    cpu_with("avx512_bf16")
+    (cell,) = make_cells(e, "cpu")
+    before = cell_key(cell, 0)
+    cpu_with("avx2")
+    assert cell_key(cell, 0) != before
+    assert cell_key(cell.with_flags({"amp": "off"}), 0).split("-")[2] not in before
+
+
+def test_ranks_agree_and_a_resumed_run_says_a_change(tmp_path, monkeypatch, refused, cpu_with):
+    monkeypatch.setattr(lineage, "broadcast", lambda ranks, value: "fp16")
+    message = "--amp auto: rank 0 takes fp16, this rank bf16; give --amp"
+    refused(train_main, message, TINY, "--output-dir", tmp_path / "x")
+    monkeypatch.undo()
+    saving = words("--save-every 2 --run-name a --resume auto --output-dir", tmp_path / "runs")
+    assert train_main([*TINY, *saving]) == 0
+    cpu_with("avx2")
+    assert train_main([*TINY, *saving[:-1], tmp_path / "runs", "--quiet"]) == 0
+    paths = sorted((tmp_path / "runs").glob("a*/result.json"))
+    notes = [json.loads(path.read_text())["notes"] for path in paths]
+    assert any("before, --amp was bf16; now it is off" in note for each in notes for note in each)
