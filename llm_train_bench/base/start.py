@@ -132,7 +132,7 @@ def _explain_missing(kind, error, trace) -> None:
     ):
         sys.__excepthook__(kind, error, trace)
         return
-    make = "" if ROOT.parent == _PACKAGE else ": make .venv/.ready && . .venv/bin/activate"
+    make = "" if ROOT.parent == _PACKAGE else ": make .venv/.runs && . .venv/bin/activate"
     _say(
         f"this Python ({sys.executable}) has no {name}; activate the environment that has it, or make "
         f"one{make}"
