@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
-SETTINGS = "bsz=4,8 sac-freq=none,1/1 seq-len=128 n-steps=20 warmup-steps=3 amp=off device=cpu"
+SETTINGS = "amp=off,bf16 pt-compile=false,true bsz=8 seq-len=256 n-steps=40 warmup-steps=5 device=cpu"
 TRACED = (
     "train_fsdp.py configs/llama-tiny.json --nproc 2 --device cpu --amp off --bsz 4 --seq-len 256 "
     "--n-steps 3 --warmup-steps 2 --profile --profile-steps 1 --run-name llama-tiny-fsdp --output-dir"
@@ -39,10 +39,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
         runs = str(top / "sweep")
-        sweep = ["sweep.py", "--models", "configs/llama-tiny.json", "--repeats", "3"]
+        sweep = ["sweep.py", "--models", "configs/llama-tiny.json", "--repeats", "5"]
         run(*sweep, "--output-dir", runs, "--set", *SETTINGS.split())
         run("compare.py", f"{runs}/runs", "--output-dir", folder)
-        draw(top / "report.html", "report.png", 1400, 860)
+        draw(top / "report.html", "report.png", 1500, 612)
         run(*TRACED.split(), folder)
         run("trace_report.py", f"{folder}/llama-tiny-fsdp", "--html", f"{folder}/timeline.html")
         draw(top / "timeline.html", "timeline.png", 1250, 265)
