@@ -28,8 +28,7 @@ from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
-from llm_train_bench.sweep.experiment import machines_of, read_mapping
-from llm_train_bench.sweep.read_tensorprimat import shapes_in
+from llm_train_bench.sweep.experiment import machines_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +138,6 @@ def main(argv: Sequence[str]) -> int:
             print(f"wrote {args.share}, without: {', '.join(gone)}")
             return 0
         facts = log_facts(args.log, args.log_pattern)
-        facts.shapes = shapes_in(read_mapping(args.experiment)) if args.experiment else {}
         records = read_records(args.results, say, facts)
         facts.refuse_unused()
         for record in records:

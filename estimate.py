@@ -2,10 +2,10 @@
 
     python estimate.py configs/llama-3.1-8b.json --gpu h100 --gpus 64 --bsz 2 --pt-compile --tokens 1e12
     python estimate.py configs/gpt2-1.5b.json --gpu mi300x --bsz 16 --trace
-    python estimate.py configs/gpt2-tiny.json --fit
+    python estimate.py configs/llama-3.1-70b.json --gpu h100,b200 --gpus 64 --plan
 
-Takes the training scripts' flags besides its own. Needs no torch and no GPU, except for --trace
-(memory again, by tracing our own model) and --fit (memory measured here, against the formula).
+Takes the training scripts' flags besides its own. Needs no GPU, and no torch except for --trace (memory
+again, by tracing our own model).
 """
 
 import dataclasses
@@ -19,14 +19,11 @@ import llm_train_bench.base.start  # noqa: F401
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import device_called
-from llm_train_bench.base.machine import detect_platform
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
-from llm_train_bench.estimate.memory_check import fit_memory
 from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
 from llm_train_bench.estimate.predict import (
     calibrated,
-    draw_timeline,
     make_estimate,
     nearest_changes,
     script_of,
@@ -37,13 +34,12 @@ from llm_train_bench.formulas.memory_model import VERDICTS
 from llm_train_bench.model.config import load_config
 from llm_train_bench.settings.command_line import parse_dataclass, refuse_foreign, with_file
 from llm_train_bench.settings.flags import Script
-from llm_train_bench.settings.plan import Plan, make_plan
-from llm_train_bench.settings.rules import check
+from llm_train_bench.settings.plan import Plan
 
 
 @tool("estimate.py")
 def main(argv: Sequence[str]) -> int:
-    """Estimate and print; returns 0, 4 if it does not fit, 2 for bad input, or --fit's own code."""
+    """Estimate and print; returns 0, 4 if it does not fit, or 2 for bad input."""
     words, file = with_run_file(argv)
     args = parse_dataclass(EstimateArgs, words, "estimate.py")
     if args.config in set(Script):
@@ -58,15 +54,10 @@ def main(argv: Sequence[str]) -> int:
     script = script_of(args.pp, wanted)
     if not wanted.plan:
         refuse_foreign(words, script)
-    if wanted.fit:
-        args = check(args, script)
-        platform = "cpu" if args.device == "cpu" else detect_platform()
-        resolved = functools.partial(make_plan, args, script, wanted.gpus, platform)
-        return fit_memory(lambda gib: resolved(memory_gib=gib).work, list(argv))
     if wanted.trace and wanted.trainer != "ours":
         raise UsageError(f"--trace --trainer {wanted.trainer}: only our own model can be traced")
     if wanted.gpu is None:
-        raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., cpu (or --fit)")
+        raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., or cpu")
     if wanted.plan:
         refuse_beside_plan(wanted, vars(args))
         config = load_config(args.config, args.pad_vocab)
@@ -85,8 +76,6 @@ def main(argv: Sequence[str]) -> int:
         gpu, note = calibrated(gpu, Path(wanted.calibrate), plan.work)
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     estimate = make_estimate(plan, wanted, gpu)
-    if wanted.timeline:
-        estimate = dataclasses.replace(estimate, simulated_s=draw_timeline(plan.work, gpu, wanted))
     if wanted.json:
         print(json.dumps(dataclasses.asdict(estimate), indent=1))
         return 0 if estimate.fits else 4

@@ -2,7 +2,7 @@
 
     python sweep.py configs/sweeps/gpt2-context.yaml
     python sweep.py --models configs/gpt2-tiny.json --set bsz=4,8 pt-compile=true,false --repeats 3
-    python sweep.py --models configs/gpt2-125m.json --set pt-compile=true --auto-bsz
+    python sweep.py --models configs/gpt2-125m.json --set pt-compile=true bsz=auto
     python sweep.py configs/sweeps/gpt2-context.yaml --tune
 
 A run that fails is a row, not the end. A sweep can be killed at any point: started again with the
@@ -24,12 +24,11 @@ from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.machine import Platform, detect_platform
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.sweep.auto_batch import check_auto_batch
+from llm_train_bench.sweep.all_runs import run_all
 from llm_train_bench.sweep.cell_runs import Rows
 from llm_train_bench.sweep.duration import Durations, duration_text
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import Cell, differences, make_cells
-from llm_train_bench.sweep.jobs import run_all
 from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
 from llm_train_bench.sweep.sweep_flags import SweepArgs, experiment_of
 
@@ -41,14 +40,7 @@ def main(argv: Sequence[str]) -> int:
     experiment, where = experiment_of(args)
     platform = detect_platform() if args.platform == "auto" else args.platform
     cells = make_cells(experiment, platform, where)
-    for note in experiment.notes.get(platform, []):
-        print(printable(f"{where}: {note}"), file=sys.stderr)
     commands = [[cell.script, *cell.argv()] for cell in cells]
-    if args.auto_bsz:
-        check_auto_batch(experiment)
-    if args.tune and (args.auto_bsz or args.slurm):
-        other = "--auto-bsz" if args.auto_bsz else "--slurm"
-        raise UsageError(f"--tune does not work with {other}; leave one out")
     unlike = differences(experiment, where)
     if experiment.methodology == "identical_config":
         if unlike:
@@ -58,15 +50,13 @@ def main(argv: Sequence[str]) -> int:
                 "make them equal, or take maximum_performance"
             )
         print("identical_config: the platforms' hyperparameters are the same")
-    if args.slurm and args.cooldown:
-        raise UsageError("--cooldown is for runs on this machine; leave out --slurm")
     if args.dry_run:
         for cell, words in zip(cells, commands, strict=True):
             settings = [f"{name}={shlex.quote(value)}" for name, value in cell.environment]
             name = words[0].removesuffix(".py").replace("_", "-")
             program = ["python", words[0]] if Path.cwd() == ROOT else ["llm-train-bench", name]
             print(printable(" ".join([*settings, shlex.join([*program, *words[1:]])])))
-        print(summary(cells, experiment, platform, args.tune or args.auto_bsz))
+        print(summary(cells, experiment, platform, args.tune))
         return 0
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
     if not (args.output_dir or args.experiment):
@@ -85,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--output-dir {directory}: {error.strerror}") from None
     try:
         # The directory may hold rows of other settings, from an earlier form of the experiment.
-        measured = run_all(cells, experiment, rows, args, platform)
+        measured = run_all(cells, experiment, rows, platform, args.tune)
         write_csv(measured, directory / "results.csv")
         show_ranking(rank(measured), directory)
     except (KeyboardInterrupt, OSError) as error:

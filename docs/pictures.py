@@ -8,7 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
-SETTINGS = "amp=off,bf16 pt-compile=false,true bsz=8 seq-len=256 n-steps=40 warmup-steps=5 device=cpu"
+SETTINGS = (
+    "amp=off,bf16 pt-compile=false,true bsz=8 seq-len=256 n-steps=40 warmup-steps=5 device=cpu"
+)
 TRACED = (
     "train_fsdp.py configs/llama-tiny.json --nproc 2 --device cpu --amp off --bsz 4 --seq-len 256 "
     "--n-steps 3 --warmup-steps 2 --profile --profile-steps 1 --run-name llama-tiny-fsdp --output-dir"

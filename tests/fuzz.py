@@ -50,7 +50,7 @@ from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.hf import _index
 from llm_train_bench.run.checkpoint import manifest
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.sweep import jobs
+from llm_train_bench.sweep import all_runs
 from llm_train_bench.sweep.cell_runs import Rows, cell_key
 from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import make_cells
@@ -329,7 +329,8 @@ def sweeps_rows(path: Path) -> None:
     (path.parent / "out").mkdir()
     path.rename(path.parent / "out/rows.jsonl")
     argv = [FUZZED / "e.yaml", "--platform", "cpu", "--output-dir", "@out"]
-    with mock.patch.object(jobs, "run_here", lambda *_: iter(())):
+    row = {"key": "k", "status": "failed", "model": "m", "axes": {}, "error": "x"}
+    with mock.patch.object(all_runs, "run_cell", lambda *_: row):
         run(path, sweep.main, *argv)
 
 

@@ -8,8 +8,6 @@ import io
 import json
 import re
 import statistics
-import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from benchmarks.estimate_vs_published import covering, grouped, held_rows, publi
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
-from llm_train_bench.estimate import memory_check
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.memory_trace import traced_memory
 from llm_train_bench.estimate.predict import make_estimate
@@ -32,7 +29,15 @@ from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, ra
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import block_activations, estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
-from llm_train_bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time, timeline
+from llm_train_bench.formulas.speed_model import (
+    block_bytes,
+    estimate_speed,
+    group_pieces,
+    matmul_time,
+    slowest_node,
+    surroundings,
+)
+from llm_train_bench.formulas.step_events import Clock, Event, lay_out
 from llm_train_bench.formulas.work import Trainer
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.config import load_config, parse_config
@@ -813,41 +818,6 @@ def test_largest_that_fits_is_the_edge(estimated):
     assert not estimated([*base, 2 * edge], code=4)["fits"]
 
 
-def test_measured_here_against_the_formula(output_of):
-    """--fit runs train.py on this machine; on a CPU too the formula is within 10 %."""
-    argv = "configs/llama-tiny.json --fit --bsz 4 --seq-len 512 --amp off"
-    out = output_of(estimate.main, argv)
-    rows = [line.split("|") for line in out.splitlines() if "GiB" in line]
-    error = {row[1].strip(): float(row[4].strip().rstrip("%")) for row in rows}
-    assert set(error) == {"parameters", "gradients", "optimizer", "peak"}
-    assert all(abs(e) <= 10 for e in error.values()), error
-
-
-def test_fit_plans_with_the_devices_own_memory_and_batch(monkeypatch, capsys):
-    """A GPU's memory sets the chunks of the loss, and --bsz auto."""
-    flags = "--device cpu --seq-len 32 --n-steps 1 --warmup-steps 2 --memory-snapshot --amp off"
-
-    def run(command, **_):
-        out = Path(command[-1])
-        trained(out, "configs/gpt2-tiny.json --bsz 2", flags)
-        (path,) = out.glob("*/result.json")
-        content = json.loads(path.read_text())
-        content["device"]["memory_gib"] = 141.0
-        path.write_text(json.dumps(content))
-        return types.SimpleNamespace(returncode=0)
-
-    asked = []
-
-    def work_on(gib):
-        asked.append(gib)
-        return work_of("gpt2-tiny.json --bsz 64 --seq-len 32 --amp off")
-
-    monkeypatch.setattr(memory_check, "subprocess", types.SimpleNamespace(run=run))
-    assert memory_check.fit_memory(work_on, []) == 0 and asked[-1] == 141.0
-    errors = re.findall(r"([-+][\d.]+)%", capsys.readouterr().out)
-    assert len(errors) == 4 and all(abs(float(e)) < 15 for e in errors)
-
-
 STEPS = [
     ("train.py", 1, "gpt2-125m", "--bsz 8"),
     ("train_ddp.py", 64, "gpt2-1.5b", "--bsz 4"),
@@ -865,6 +835,27 @@ STEPS = [
     ("train_pp.py", 10, "llama-3.1-8b", "--bsz 1 --pp 5 --pp-virtual 2 --grad-acc-steps 40"),
     ("train_pp.py", 16384, "llama-3.1-405b", "--bsz 1 --pp 16 --tp 8 --pp-virtual 4 --global-bsz 2048"),
 ]  # fmt: skip
+
+
+def test_measured_here_against_the_formula(tmp_path):
+    """Of a run on this CPU, by the memory that its tensors held."""
+    argv = words("configs/llama-tiny.json --bsz 4 --seq-len 512 --amp off")
+    flags = "--device cpu --n-steps 1 --warmup-steps 2 --memory-snapshot"
+    memory = trained(tmp_path, argv, flags)["memory"]
+    e = estimate_memory(plan_of(argv, platform="cpu").work, fused_norm=False)
+    for name in ("parameters", "gradients", "optimizer", "peak"):
+        assert getattr(e, name) / 2**30 == pytest.approx(memory[f"{name}_gib"], rel=0.1), name
+
+
+def timeline(work, gpu) -> tuple[list[Event], float]:
+    """All events of a step, and its seconds; an estimate lays out a few and repeats the last ones."""
+    pieces = [group_pieces(work, gpu, group)[0] for group in range(work.fsdp.pp)]
+    events: list[Event] = []
+    clock = Clock(gpu.platform == "cpu", events)
+    seconds = lay_out(work, pieces, surroundings(work, gpu), clock).seconds
+    slowest = slowest_node(work, gpu)
+    times = [(e, slowest * e.start_s, slowest * e.end_s) for e in events]
+    return [dataclasses.replace(e, start_s=s, end_s=t) for e, s, t in times], seconds * slowest
 
 
 @pytest.mark.parametrize(("script", "gpus", "model", "flags"), STEPS, ids=lambda v: str(v)[:40])
@@ -1076,30 +1067,6 @@ def test_bsz_auto_runs_on_a_cpu_and_is_recorded(tmp_path, monkeypatch):
     result = trained(tmp_path, RUN, "--bsz auto")
     assert result["args"]["bsz"] == result["batch"]["micro_batch"] > 4
     assert any("--bsz auto" in note for note in result["notes"])
-
-
-def test_timeline_is_a_trace_of_the_simulated_step(estimated, output_of, refused, tmp_path):
-    path, main = tmp_path / "step.json", estimate.main
-    argv = f"{LLAMA} --gpu h100 --gpus 32 --pp 2 --bsz 1 --sac-freq 1/1 --timeline"
-    done = estimated(argv, path)
-    events = json.loads(path.read_text())["traceEvents"]
-    names = {
-        (e["name"], e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"
-    }
-    assert names["process_name", 1, None] == "16 ranks, stages 1, 3, ..."
-    assert [names["thread_name", 0, i] for i in (1, 2, 3)] == ["compute", "network", "send"]
-    drawn = [e for e in events if e["ph"] == "X"]
-    end = max(e["ts"] + e["dur"] for e in drawn)
-    assert end / 1e6 == pytest.approx(done["simulated_s"]) and min(e["ts"] for e in drawn) == 0
-    for (group, stream), n in collections.Counter((e["pid"], e["tid"]) for e in drawn).items():
-        row = sorted(e["ts"] for e in drawn if (e["pid"], e["tid"]) == (group, stream))
-        busy = sum(e["dur"] for e in drawn if (e["pid"], e["tid"]) == (group, stream))
-        assert len(set(row)) == n and busy <= end, "a stream does one thing at a time"
-    change = f"{done['simulated_s']:.4g} s ({done['simulated_s'] / done['step_s'] - 1:+.1%})"
-    assert re.search(rf"step, simulated *\| *{re.escape(change)}", output_of(main, argv, path))
-    assert estimated(GPT2, "--gpu h100 --timeline", path)["simulated_s"]
-    assert '"name": "every rank"' in path.read_text()
-    refused(main, "No such file", argv, tmp_path / "none" / "x.json")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,6 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     # A file's name without the words for platforms: benchmark_cuda_llama is llama.
     words = [w for w in re.split(r"[_.\s-]+", path.stem.lower()) if w not in PLATFORM_WORDS]
     model = config.get("model") or config.get("model_name") or "-".join(words) or path.stem
-    config = facts.shapes.get(str(model), {}) | config
     values = ((ours, config.get(theirs)) for theirs, ours in HYPERPARAMETERS.items())
     hyperparameters = {name: value for name, value in values if value is not None}
     if isinstance(optimizer := hyperparameters.get("optimizer"), str):

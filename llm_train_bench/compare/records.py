@@ -26,8 +26,6 @@ class LogFacts:
 
     def __init__(self, pattern: re.Pattern | None = None, **facts: Mapping[str, Any]):
         self.pattern, self.facts = pattern, facts
-        # Parameters, layers and hidden size by a model's name, of a comparison suite's own file.
-        self.shapes: dict[str, dict[str, Any]] = {}
         self.unnamed: list[str] = []  # logs that took the hardware of all
         self.used: set[tuple[str, str]] = set()  # facts, and the log that each was asked for
 

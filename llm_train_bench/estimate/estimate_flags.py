@@ -24,9 +24,7 @@ class EstimateFlags:
     trainer: Trainer that executes the step: ours, torchtitan, megatron, ... (configs/trainers.json).
         Other trainers may have FP8 and LoRA in layouts where our scripts refuse them.
     trace: Also count memory by tracing our model under fake tensors (takes seconds).
-    fit: Run a few steps on this machine, and compare their memory with the estimate.
     calibrate: Correct the estimate by the measurements in a run's result.json.
-    timeline: Simulate the events of a step, and write them as a Chrome trace for Perfetto.
     plan: Find the fastest layout, recomputation, micro batch and FP8 setting, for one or several kinds
         of GPU, as in --gpu h100,mi300x.
     days: With --plan and --tokens: find the number of GPUs that finish in this many days.
@@ -41,9 +39,7 @@ class EstimateFlags:
     limit: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
     trainer: str = flag("ours", metavar="NAME")
     trace: bool = flag(False)
-    fit: bool = flag(False)
     calibrate: str | None = flag(None, metavar="RESULT")
-    timeline: str | None = flag(None, metavar="FILE")
     plan: bool = flag(False)
     days: float | None = flag(None, above=0, needs="plan")
     json: bool = flag(False)

@@ -40,7 +40,7 @@ compile_mode ddp_mode zero1
 def refuse_beside_plan(wanted: EstimateFlags, given: Mapping[str, Any]) -> None:
     """UsageError for a flag that --plan ignores."""
     usual = defaults(EstimateArgs)
-    for name in ("calibrate", "timeline", "trace", "parallel"):
+    for name in ("calibrate", "trace", "parallel"):
         if getattr(wanted, name) != usual[name]:
             raise UsageError(f"{flag_of(name)} is for one estimate; leave out --plan")
     for name in CHOSEN:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.hardware import Hardware, accuracy_of, scaled, threads_of
 from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
@@ -26,8 +24,7 @@ from llm_train_bench.formulas.memory_model import (
     verdict_of,
 )
 from llm_train_bench.formulas.parameters import count_parameters
-from llm_train_bench.formulas.speed_model import estimate_speed, timeline
-from llm_train_bench.formulas.step_events import Event
+from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
 from llm_train_bench.settings.flags import Script, to_argv
@@ -68,8 +65,6 @@ class Estimate:
     usd: float | None
     kwh: float | None
     traced_peak: float | None = None
-    simulated_s: float | None = None
-    """The step by its events (--timeline)."""
     accuracy: dict[str, float] | None = None
     """Of tokens/s, against published rows that chose no constant: rows, median, covers_80."""
 
@@ -140,7 +135,7 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     if not isinstance(config, str | os.PathLike) or not isinstance(gpu, str):
         raise UsageError("estimate_step: config must be a path, and gpu a str")
     asked = {"gpu": gpu} | flags
-    for name in ("plan", "days", "fit", "timeline", "calibrate", "json"):
+    for name in ("plan", "days", "calibrate", "json"):
         if name in asked:
             raise UsageError(f"estimate_step: {name} is only for estimate.py")
     words = [os.fspath(config), *to_argv(asked)]
@@ -149,8 +144,8 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     script = script_of(args.pp, wanted)
     refuse_foreign(words, script)
     device = device_of(gpu, wanted)
-    memory = device.memory_gib
-    plan = plan_by(wanted.trainer, args, script, wanted.gpus, device.platform, memory_gib=memory)
+    has = {"memory_gib": device.memory_gib, "native_amp": device.native_amp}
+    plan = plan_by(wanted.trainer, args, script, wanted.gpus, device.platform, **has)
     return make_estimate(plan, wanted, device)
 
 
@@ -161,41 +156,6 @@ def script_of(pp: int | None, wanted: EstimateFlags) -> Script:
         raise UsageError("--parallel ddp: replicas have no stages; leave out --pp, or --parallel")
     several = Script.PP if pp else several
     return Script.ONE if wanted.gpus == 1 else several
-
-
-def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
-    """--timeline: simulate the step and write its trace; returns its seconds."""
-    events, seconds = timeline(work, gpu)
-    groups = work.fsdp.pp
-
-    def name_of(group: int) -> str:
-        more = work.fsdp.stages - 1 - group if work.fsdp.zero_bubble else f"{group + groups}, ..."
-        ranks = f"{work.world // groups} ranks, stages {group}, {more}"
-        return ranks if groups > 1 else "every rank"
-
-    try:
-        write_trace(events, Path(wanted.timeline or ""), name_of)
-    except OSError as error:
-        raise UsageError(f"--timeline {wanted.timeline}: {error.strerror}") from None
-    return seconds
-
-
-def write_trace(events: list[Event], path: Path, name_of: Callable[[int], str]) -> None:
-    """The events as a Chrome trace, which Perfetto opens; a process for each group of ranks."""
-    streams = {"compute": 1, "network": 2, "send": 3}
-    content: list[dict] = []
-    for group in sorted({event.group for event in events}):
-        about = {"ph": "M", "pid": group, "name": "process_name", "args": {"name": name_of(group)}}
-        content.append(about)
-        content += [
-            {"ph": "M", "pid": group, "tid": t, "name": "thread_name", "args": {"name": stream}}
-            for stream, t in streams.items()
-        ]
-    for e in events:
-        place = {"ph": "X", "cat": "simulated", "pid": e.group, "tid": streams[e.stream]}
-        times = {"ts": 1e6 * e.start_s, "dur": 1e6 * (e.end_s - e.start_s)}
-        content.append(place | {"name": e.name} | times)
-    write_whole(path, json.dumps({"traceEvents": content}) + "\n")
 
 
 def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]:
@@ -311,8 +271,6 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     )
     row("largest --bsz that fits", f"{e.largest_bsz:,}")
     row("step", f"{e.step_s:.4g} s")
-    if simulated := e.simulated_s:
-        row("step, simulated", f"{simulated:.4g} s ({simulated / e.step_s - 1:+.1%})")
     for name, seconds in e.parts_s.items():
         if seconds > 1e-6 * e.step_s:
             row(f"  {name}", f"{seconds:.4g} s")

@@ -40,7 +40,7 @@ from llm_train_bench.formulas.parameters import (
     matrices,
     parameter_shapes,
 )
-from llm_train_bench.formulas.step_events import Around, Clock, Event, Pieces, lay_out, step_seconds
+from llm_train_bench.formulas.step_events import Around, Pieces, step_seconds
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
 from llm_train_bench.model.shares import part_shape, sharded_dimension
 
@@ -96,17 +96,6 @@ def least_time(work: Work, gpu: Hardware) -> float:
     bubble *= fsdp.pp > 1 and not fsdp.zero_bubble
     computing = work.batch.grad_acc_steps * piece.computing + bubble
     return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
-
-
-def timeline(work: Work, gpu: Hardware) -> tuple[list[Event], float]:
-    """All events of a step, and its seconds."""
-    pieces = [group_pieces(work, gpu, group)[0] for group in range(work.fsdp.pp)]
-    events: list[Event] = []
-    clock = Clock(gpu.platform == "cpu", events)
-    seconds = lay_out(work, pieces, surroundings(work, gpu), clock).seconds
-    slowest = slowest_node(work, gpu)
-    times = [(e, slowest * e.start_s, slowest * e.end_s) for e in events]
-    return [dataclasses.replace(e, start_s=s, end_s=t) for e, s, t in times], seconds * slowest
 
 
 def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[str, float]]:

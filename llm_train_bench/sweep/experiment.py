@@ -21,7 +21,6 @@ from llm_train_bench.settings.flags import SETTABLE, Script, flag_of
 from llm_train_bench.settings.other_names import in_our_words, replacement
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.settings.run_file import parse_yaml
-from llm_train_bench.sweep.read_tensorprimat import experiment_in
 
 Value = bool | int | float | str | None
 Flags = dict[str, Any]  # as they are checked already
@@ -75,7 +74,6 @@ class Experiment(BaseModel, extra="forbid"):
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(3600.0, gt=0)
-    notes: dict[Platform, list[str]] = Field(default={}, exclude=True)  # on another suite's file
 
     @model_validator(mode="after")
     def _lays_out_its_models(self) -> "Experiment":
@@ -109,13 +107,8 @@ def read_experiment(path: str | Path) -> Experiment:
     """An experiment file, checked; UsageError with the file, the key and what is wrong."""
     content = read_mapping(path)
     if isinstance(content.get("experiment"), dict):
-        if "parallelism" not in content:
-            why = "is a file of another suite; docs/MIGRATING.md names the file to use instead"
-            raise UsageError(f"{path}: {why}")
-        try:
-            return _checked(experiment_in(content, path), str(path), f"{path}: ")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path}: cannot be read as TensorPrimat's: {error!r}") from None
+        why = "is a file of another suite; docs/MIGRATING.md names the file to use instead"
+        raise UsageError(f"{path}: {why}")
     return _checked(content, str(path), f"{path}: ")
 
 

@@ -32,23 +32,16 @@ class ProcessFlags:
     """How to run them.
 
     repeats: Runs of each setting, interleaved so that a drifting machine affects all settings.
-    auto_bsz: Find the largest --bsz that runs for each setting, and use it.
     tune: Find the fastest setting with few runs. The estimate keeps the fastest fifth, short runs
         halve it repeatedly, and the two best settings run in full, alternating, five times.
     output_dir: Directory of rows, results and tables. By default sweeps/EXPERIMENT.
-    slurm: Submit each run as a SLURM job, with sbatch options as named by submitit: partition=gpu
-        gpus_per_node=8 exclusive=true.
-    cooldown: Seconds of rest before each run, so that all start equally cool.
     retry: Repeat runs that failed or timed out earlier in the same --output-dir.
     dry_run: Print the commands and stop.
     """
 
     repeats: int = flag(1, at_least=1)
-    auto_bsz: bool = flag(False)
     tune: bool = flag(False)
     output_dir: str | None = flag(None, metavar="DIR")
-    slurm: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
-    cooldown: float = flag(0.0, at_least=0)
     retry: bool = flag(False)
     dry_run: bool = flag(False)
 

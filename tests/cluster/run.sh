@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `make cluster-test`: the same scripts on engines that clusters have, for real, on this machine.
-#   tests/cluster/run.sh [srun batch requeue preempted setup sweep array ray skypilot]
+#   tests/cluster/run.sh [srun batch requeue preempted setup array ray skypilot]
 # SLURM needs root and Debian's packages (slurm.sh). Ray and SkyPilot get environments in .venv-ray and .venv-sky.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) && cd "$here/../.." || exit 2
@@ -66,19 +66,6 @@ goes_on() { # requeue, preempted or setup: the job ends, waits, and goes on wher
 requeue() { goes_on requeue; }
 preempted() { goes_on preempted; }
 setup() { goes_on setup; }
-sweep() { # two settings twice, as four jobs; what SLURM refuses is one line
-    # shellcheck disable=SC2054 # commas are sweep.py's
-    local line=("$python" sweep.py --models configs/gpt2-tiny.json --set bsz=1,2 seq-len=32 device=cpu n-steps=4)
-    "${line[@]}" --repeats 2 --output-dir "$out/a" --slurm partition=low exclusive=true nice=3 >"$out/log" 2>&1
-    expect sweep '^\[4/4\] ok ' "$out/log"
-    "$python" compare.py "$out/a/runs" >"$out/log" 2>&1
-    expect 'repeats of a sweep' '\| bsz 1 +\| +2 \|' "$out/log"
-    for option in partition=nope nodes=2; do
-        "${line[@]}" --output-dir "$out/$option" --slurm $option >"$out/log" 2>&1
-        expect "--slurm $option" '^sweep.py: --slurm' "$out/log"
-        ! grep -q Traceback "$out/log" || exit 1
-    done
-}
 array() {
     sbatch -W -Q --array=0-2%2 -N1 --exclusive -o "$out/array-%a.log" \
         --wrap "$python train.py ${tiny[*]} --n-steps 4 --run-name array\$SLURM_ARRAY_TASK_ID"
@@ -113,7 +100,7 @@ skypilot() { # its own check of the task file, without network
     expect skypilot '^refused .*wrong.yaml: .*num_node' "$out/log"
 }
 
-[ $# -gt 0 ] || set -- srun batch requeue preempted setup sweep array ray skypilot
+[ $# -gt 0 ] || set -- srun batch requeue preempted setup array ray skypilot
 for name in "$@"; do
     begin=$SECONDS
     case $name in
