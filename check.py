@@ -30,7 +30,7 @@ CODES = {"as it should be": 0, "below": 1, "not judged": 5}
 
 @dataclasses.dataclass(frozen=True)
 class CheckArgs:
-    """Check this machine's speed.
+    """Check this machine's speed: ten minutes on a GPU, one to three on a CPU.
 
     verify: Check a shared result instead: print its tier, or what is wrong with it. Needs no torch.
     results: With --verify: a folder of shared results, HARDWARE/SUBMITTER/NAME.json, in which another
@@ -42,8 +42,6 @@ class CheckArgs:
     at_least: The part of its reference that counts as fast enough.
     nproc: GPUs to use. By default all.
     output_dir: Keep the runs here.
-    archive: Also write the figures, the runs and the driver's report into this archive, for a vendor's
-        support.
     json: Print JSON instead of tables.
     """
 
@@ -55,7 +53,6 @@ class CheckArgs:
     at_least: float = flag(0.9, above=0, at_most=2, metavar="PERCENT")
     nproc: int | None = flag(None, at_least=1)
     output_dir: str | None = flag(None, metavar="DIR")
-    archive: str | None = flag(None, metavar="FILE.tgz")
     json: bool = flag(False)
 
 
@@ -75,11 +72,10 @@ def main(argv: Sequence[str]) -> int:
     chosen = [workload_named(name) for name in args.only]
     if wrong := [w.name for w in chosen if w.device != device]:
         raise UsageError(f"--only {wrong[0]}: is not for this machine, which has {kind}")
-    for place in filter(None, (args.output_dir, args.archive and Path(args.archive).parent)):
-        try:
-            Path(place).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{place}: cannot be written: {error.strerror}") from None
+    try:
+        Path(args.output_dir or ".").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{args.output_dir}: cannot be written: {error.strerror}") from None
     chosen = chosen or [w for w in workloads().values() if w.device == device]
     ranks = args.nproc or gpu_count(kind)
     with tempfile.TemporaryDirectory() as temporary:
@@ -93,8 +89,6 @@ def main(argv: Sequence[str]) -> int:
             machine_check.reached_by_others(results),
             say,
         )
-        if args.archive:
-            machine_check.pack(result, Path(args.archive))
     if args.json:
         print(json.dumps(result.as_json(), indent=1))
     else:

@@ -32,7 +32,12 @@ from llm_train_bench.estimate.predict import (
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS
 from llm_train_bench.model.config import load_config
-from llm_train_bench.settings.command_line import parse_dataclass, refuse_foreign, with_file
+from llm_train_bench.settings.command_line import (
+    parse_dataclass,
+    parse_words,
+    refuse_foreign,
+    with_file,
+)
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import Plan
 
@@ -59,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     if wanted.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., or cpu")
     if wanted.plan:
-        refuse_beside_plan(wanted, vars(args))
+        refuse_beside_plan(wanted, parse_words(EstimateArgs, words, "estimate.py"))
         config = load_config(args.config, args.pad_vocab)
         return show_plans(wanted, functools.partial(dataclasses.replace, args), config)
     if "," in wanted.gpu and device_called(wanted.gpu) is None:
@@ -83,7 +88,9 @@ def main(argv: Sequence[str]) -> int:
     for note in plan.notes:
         print(note)
     if gpu.native_amp == "fp16" and plan.work.amp == "bf16":
-        print(f"{gpu.name} has no bf16: the estimate has the peak of fp16; use --amp fp16 there")
+        print(
+            f"{gpu.name} has no bf16: the estimate has the peak of fp16; use --amp fp16, or off, there"
+        )
     if wanted.gpus > gpu.per_node and (last := wanted.gpus % gpu.per_node):
         print(
             f"the last node has {last} of {gpu.per_node} GPUs, and all wait for its network cards"

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
                 f"{where}: methodology is identical_config, and platforms differ: {unlike[0]}{more}; "
                 "make them equal, or take maximum_performance"
             )
-        print("identical_config: the platforms' hyperparameters are the same")
+        print("# identical_config: all platforms have the same hyperparameters")
     if args.dry_run:
         for cell, words in zip(cells, commands, strict=True):
             settings = [f"{name}={shlex.quote(value)}" for name, value in cell.environment]

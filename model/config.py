@@ -277,14 +277,15 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
         shipped = sorted(p.stem for p in CONFIGS.glob("*-*.json"))
         name = path.name.lower().removesuffix(".json")
         near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.7)
-        like = near[0] if near else "gpt2-125m"
         hint = (
-            f"; did you mean configs/{like}.json?" if near else f"; configs/ has {like} and others"
+            f"; did you mean configs/{near[0]}.json?"
+            if near
+            else "; configs/ has gpt2-125m and others"
         )
         if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and path.suffix != ".json":
+            same = f"configs/{name}.json has its shape; or " if name in shipped else ""
             fetch = f"hf download {path} config.json --local-dir {path.name}"
-            hint = f"; of a model on the Hugging Face Hub, fetch its config: {fetch}"
-            hint += f"; configs/{like}.json may be the same" if near else ""
+            hint = f"; {same}fetch a config of the Hugging Face Hub: {fetch}"
         raise ConfigError(f"{path}: no such file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

@@ -59,10 +59,13 @@ def test_a_cpu_s_format_is_one_that_it_multiplies_in(sets, expected, cpu_with, t
 def test_a_slow_format_runs_with_a_note_if_asked_for(cpu_with, tmp_path, capsys):
     cpu_with("avx2")
     for name in ("bf16", "fp16"):
-        note = f"--amp {name}: this CPU has no instructions for it"
+        note = f"{name}: this CPU has no instructions for it"
         result = trained(tmp_path / name, TINY, "--amp", name)
         assert result["args"]["amp"] == name and result["notes"][0].startswith(note)
         assert note in capsys.readouterr().err.partition("step ")[0]  # before the slow steps
+        assert "; use --amp auto" in result["notes"][0]
+    forced = trained(tmp_path / "forced", TINY, "--use-fp8 --fp8-emulate --bsz 2")["notes"]
+    assert any(n.startswith("bf16: this CPU has no") and n.endswith("in fp32") for n in forced)
     assert doctor.main([]) in (0, 1)
     assert "--amp auto, the default, takes fp32" in capsys.readouterr().out
     cpu_with("amx_bf16 amx_fp16")
@@ -111,14 +114,18 @@ def test_auto_refuses_nothing_that_some_format_allows(native):
 
 
 def test_experts_of_odd_sizes_are_computed_in_fp32():
-    shape = config("qwen3_moe", hidden_size=52, moe_intermediate_size=20)
+    shape = config("qwen3_moe", moe_intermediate_size=20)
     assert plan_of(["x.json", "--seq-len", 16], config=shape).work.amp == "off"
+    emulated = words("x.json --seq-len 16 --use-fp8 --fp8-emulate")
+    assert plan_of(emulated, config=shape, platform="cpu").work.amp == "off"
     assert plan_of(["x.json", "--seq-len", 16], config=config("qwen3_moe")).work.amp == "bf16"
 
 
 def test_the_device_that_is_meant_decides(cpu_with, output_of):
     """Not the host: an estimate or a sweep for a GPU is planned on a CPU."""
     cpu_with("avx2")
+    older = dataclasses.replace(find_hardware("h100"), name="Tesla V100-SXM2-16GB")
+    assert older.native_amp == dataclasses.replace(older, name="RTX 2080 Ti").native_amp == "fp16"
     for gpu, expected in (("h100", "bf16"), ("mi300x", "bf16"), ("t4", "fp16"), ("v100", "fp16")):
         assert find_hardware(gpu).native_amp == expected
         e = Experiment.model_validate(

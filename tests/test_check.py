@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import tarfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -318,11 +317,10 @@ def test_an_old_driver_is_found(tmp_path, monkeypatch):
 
 
 def test_the_whole_check_on_this_cpu(tmp_path, capsys, monkeypatch):
-    """Rates and one workload for real; the archive holds them; without a reference it is not judged."""
+    """Rates and one workload for real; without a reference it is not judged."""
     monkeypatch.setattr(machine_check, "PROBE_SECONDS", 0.01)
     monkeypatch.setattr(check, "detect_platform", lambda: "cpu")
-    archive = tmp_path / "a.tgz"
-    argv = words("--only gpt2-tiny-fp32 --json --results none --archive", archive)
+    argv = words("--only gpt2-tiny-fp32 --json --results none")
     assert check.main([*argv, "--output-dir", str(tmp_path / "out")]) == 5
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"] == "not judged" and told["count"] == 1
@@ -330,8 +328,6 @@ def test_the_whole_check_on_this_cpu(tmp_path, capsys, monkeypatch):
     assert figures["gpt2-tiny-fp32"]["value"] > 0 and figures["matmul fp32"]["value"] > 0
     assert figures["gpt2-tiny-fp32"]["reference"]["kind"] == "estimated"
     assert not [f for f in told["findings"] if f["state"] == "bad"]
-    with tarfile.open(archive) as packed:
-        assert {"check.json", "gpt2-tiny-fp32.json"} <= set(packed.getnames())
     # The same, held against itself: measured, and as it should be.
     run = tmp_path / "out/gpt2-tiny-fp32/result.json"
     rate = read_result(run).metrics.tokens_per_sec_per_gpu
@@ -473,20 +469,6 @@ def test_a_survey_prints_a_verdict_for_each_node(capsys):
     out = capsys.readouterr().out
     assert "| node 0 (a) |   0-1 |" in out and "FAIL: node 1 (b): computes at 40%" in out
     assert Path(check.__file__).exists() and "all_reduce" in out
-
-
-def test_an_archive_is_made_of_a_disturbed_run_too(tmp_path):
-    """A vendor gets the figures and findings; the run itself is not one to share."""
-
-    def saved(content):
-        content["metrics"]["window_saves"] = 1
-
-    c = checked(tmp_path, ("gpt2-125m-bf16", "gpt2-1.5b-bf16"), run=saved)
-    machine_check.pack(c, tmp_path / "a.tgz")
-    with tarfile.open(tmp_path / "a.tgz") as packed:
-        told = json.load(packed.extractfile("check.json"))
-        assert "gpt2-125m-bf16.json" not in packed.getnames()
-    assert len(told["figures"]) == 2 and told["verdict"] == c.verdict
 
 
 def test_a_part_of_a_gpu_has_no_reference_of_the_whole(tmp_path):

@@ -86,6 +86,8 @@ def test_help_shows_a_group_a_flag_or_all(capsys):
 
     assert shown("ddp") == ["--bucket-cap-mb", "--ddp-mode", "--zero1"]
     assert shown("sac-freq") == shown("--bsz", "4")[7:8] == ["--sac-freq"]
+    assert run("train.py", ["--help=fp8", "--from", "none.yaml"]) == 0
+    assert "--fp8-recipe" in capsys.readouterr().out
     every = [flag_of(n) for n, f in declared(Args).items() if Script.DDP in f.scripts]
     assert shown("all") == [flag for flag in every if flag != "--config"]
     assert run("estimate.py", ["--help"]) == 0
@@ -123,7 +125,7 @@ def test_a_mistake_needs_no_torch(tmp_path):
     assert done.stderr == "torch was imported\n"
 
 
-def test_ten_flags_of_other_trainers_are_ours_and_answers_name_ours():
+def test_ten_flags_of_other_trainers_are_ours_and_answers_name_ours(tmp_path):
     tables = tomllib.loads((ROOT / "llm_train_bench/settings/other_names.toml").read_text())
     assert len(tables["accepted"]) == 10
     theirs = "--micro-batch-size 2 --seq_length=64 --max-steps 7 --gradient-accumulation-steps 3"
@@ -137,6 +139,16 @@ def test_ten_flags_of_other_trainers_are_ours_and_answers_name_ours():
     assert (a.bsz, a.global_bsz, a.n_steps, a.config) == (3, 9, 2, TINY)
     assert in_our_words(["--steps", "--steps=5", "--model.steps=5", "steps"]) == [
         "--n-steps", "--n-steps=5", "--model.steps=5", "steps"]  # fmt: skip
+    (path := tmp_path / "run.yaml").write_text("model_config: x\nmicro_batch_size: 8\n")
+    with pytest.raises(UsageError, match=r"run.yaml: model_config: unknown flag"):
+        parse_args(["--from", str(path)], "train.py")
+    path.write_text("config: gpt2-tiny\nmicro_batch_size: 8\nglobal-batch-size: 16\nmax_steps: 3\n")
+    a = parse_args(["--from", str(path)], "train.py")
+    assert (a.bsz, a.global_bsz, a.n_steps) == (8, 16, 3)
+    a = parse_args(
+        ["--from", str(path), "--local-batch-size", "2", "--grad-acc-steps=4"], "train.py"
+    )
+    assert (a.bsz, a.global_bsz, a.grad_acc_steps) == (2, None, 4)
     known = {flag_of(n) for kind in (*KINDS, Args) for n in declared(kind)}
     for name, table in tables.items():
         for theirs, ours in table.items():
@@ -165,8 +177,10 @@ def test_numbers_are_read_as_people_write_them():
     read = {"1e2": 100, "4k": 4000, "1.5M": 1_500_000, "1T": 10**12, "2_000": 2000, "-3": -3}
     assert {text: parse_number(text, int) for text in read} == read
     assert parse_number("4k", int, 1024) == 4096 and parse_number(str(2**63 - 1), int) == 2**63 - 1
-    assert [parse_number(t, float) for t in ("5%", "0.05", "3e-4", "1B")] == [0.05, 0.05, 3e-4, 1e9]
-    for text in ("1.5", "0.1", "5%", "k", "", "1e", "0x10", "1e999", "4 k", "4kk", "nan", "١"):
+    assert [parse_number(t, float) for t in ("0.05", ".5", "3e-4", "1B")] == [0.05, 0.5, 3e-4, 1e9]
+    assert parse_number("5%", float, percent=True) == 0.05
+    wrong = "1.5 0.1 5% k 1e 0x10 1e999 4_ _4 1__0 1e3k 4kk nan inf - . ١".split()
+    for text in (*wrong, "", "4 k"):
         with pytest.raises(ValueError):
             parse_number(text, int)
     a = parse_args(words("configs/gpt2-125m.json --seq-len 1k --n-steps 1e2 --seed 2k"), "train.py")
@@ -201,6 +215,10 @@ def test_a_name_of_ours_finds_its_config_unless_a_file_has_it(tmp_path, monkeypa
         ("model:\n  _target_: nemo.Model\n", "is a recipe of NeMo Automodel"),
         ("models: [gpt2-tiny]\n", "is an experiment, of several runs; use python sweep.py FILE"),
         ("training:\n  steps: 5\n", "training is a section"),
+        ("bsz: false\n", "bsz: False is no value of --bsz"),
+        ("lr: no\n", "lr: False is no value of --lr"),
+        ("bsz: [2, 8]\n", r"bsz: \[2, 8\] is no value of --bsz"),
+        ("pt_compile: maybe\n", "pt_compile: 'maybe' is no value of --pt-compile"),
     ],
 )
 def test_a_file_of_something_else_is_named(content, message, tmp_path):

@@ -37,7 +37,7 @@ def set_precision(amp: str, tf32: bool, device: torch.device) -> None:
     gpu = device.type == "cuda"
     if amp == "bf16" and gpu and native_amp(device) != "bf16":
         name = torch.cuda.get_device_name(device)
-        raise UsageError(f"--amp bf16: {name} has no bf16 matmuls; use --amp fp16")
+        raise UsageError(f"--amp bf16: {name} has no bf16 matmuls; use --amp fp16, or off")
     if tf32 and (not gpu or torch.version.hip or not torch.cuda.is_tf32_supported()):
         raise UsageError("--tf32: is for NVIDIA GPUs from Ampere on; leave it out")
     torch.set_float32_matmul_precision("high" if tf32 else "highest")

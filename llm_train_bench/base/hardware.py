@@ -63,7 +63,8 @@ class Hardware:
         """The format of `--amp auto`. GPUs before Ampere have fp16; `bf16_tflops` is then its peak."""
         if self.platform == "cpu":  # its name has its instruction sets
             return "bf16" if MULTIPLY["bf16"] & set(re.findall(r"\w+", self.name)) else "off"
-        return "fp16" if self.name.startswith(("T4", "V100")) else "bf16"
+        older = re.search(r"\b(P100|V100|T4|RTX 20\d\d|Quadro RTX|TITAN RTX)\b", self.name)
+        return "fp16" if older else "bf16"
 
     @functools.cached_property
     def constants(self) -> "Constants":

@@ -1,13 +1,10 @@
 """One check of this machine: findings, rates, workloads, and what they amount to. Needs no torch."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
-import tarfile
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from llm_train_bench.check.references import (
     rate_figures,
     workload_figure,
 )
-from llm_train_bench.check.share import folder_of, share
+from llm_train_bench.check.share import folder_of
 from llm_train_bench.check.verify import verified_files
 from llm_train_bench.check.workloads import Workload, format_of
 from llm_train_bench.results.result_files import read_result, read_steps
@@ -228,24 +225,3 @@ def reached_by_others(folder: Path) -> Callable[[Workload, str, int], list[float
         return sorted(best.values())
 
     return reached
-
-
-def pack(c: MachineCheck, archive: Path) -> None:
-    """One archive for a vendor's support: the check, its runs, and what the driver says of the GPUs.
-
-    The runs are as compare.py --share makes them. The driver's text has serial numbers.
-    """
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(archive, "w:gz") as packed:
-        top = Path(folder)
-        (top / "check.json").write_text(json.dumps(c.as_json(), indent=1), encoding="utf-8")
-        for name, run in c.runs.items():
-            with contextlib.suppress(UsageError):  # a disturbed run is in the figures alone
-                share([run], top / f"{name}.json")
-        for command in ("nvidia-smi -q", "rocm-smi --showallinfo", "amd-smi static"):
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                done = subprocess.run(
-                    command.split(), capture_output=True, text=True, timeout=60, check=True
-                )
-                (top / f"{command.split()[0]}.txt").write_text(done.stdout, encoding="utf-8")
-        for file in sorted(top.iterdir()):
-            packed.add(file, file.name)

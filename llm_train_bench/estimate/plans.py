@@ -9,7 +9,7 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called
 from llm_train_bench.base.tables import markdown_table, number, show_whole
-from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
+from llm_train_bench.estimate.estimate_flags import EstimateFlags, device_of
 from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Layout, search
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.estimate.trainers import find_trainer, plan_by
@@ -38,19 +38,18 @@ compile_mode ddp_mode zero1
 
 
 def refuse_beside_plan(wanted: EstimateFlags, given: Mapping[str, Any]) -> None:
-    """UsageError for a flag that --plan ignores."""
-    usual = defaults(EstimateArgs)
+    """UsageError for a flag that --plan ignores, among those on the command line."""
     for name in ("calibrate", "trace", "parallel"):
-        if getattr(wanted, name) != usual[name]:
+        if name in given:
             raise UsageError(f"{flag_of(name)} is for one estimate; leave out --plan")
     for name in CHOSEN:
-        if given[name] != usual[name]:
+        if name in given:
             raise UsageError(f"--plan chooses {flag_of(name)} itself; leave one of the two out")
-    if given["linear"] == "te":
+    if given.get("linear") == "te":
         raise UsageError("--plan is for compiled steps; leave out --linear te")
-    if given["pass_type"] != "step":
+    if given.get("pass_type", "step") != "step":
         raise UsageError("--plan is for training steps; leave out --pass-type")
-    if wanted.days and wanted.gpus != usual["gpus"]:
+    if wanted.days and "gpus" in given:
         raise UsageError("--days finds how many GPUs it takes; leave out --gpus")
     if wanted.days and not wanted.tokens:
         raise UsageError("--days needs --tokens: the days of how long a training?")
@@ -67,8 +66,8 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
     seq_len = resolve_seq_len(batch.seq_len, config)
     names = wanted.gpu or ""
     content, enough = {}, False
-    for name in [names] if device_called(names) else names.split(","):
-        gpu = device_of(name.strip(), wanted)
+    names = [names] if device_called(names) else filter(None, map(str.strip, names.split(",")))
+    for gpu in [device_of(name, wanted) for name in names]:
         gpu = dataclasses.replace(gpu, usd_per_hour=price or gpu.usd_per_hour)
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:

@@ -22,7 +22,8 @@ def check_early(argv: list[str], name: str) -> None:
     try:
         args, script = parse_args(argv, name), Script(name)
         config = load_config(args.config, args.pad_vocab)
-        if not args.pack and "cpu" in (args.device, detect_platform()):
+        device = detect_platform() if args.device == "auto" else args.device
+        if device == "cpu" and not args.pack:  # which reads whole files
             world = 1 if script is Script.ONE else args.nproc or 2
             make_plan(args, script, world, "cpu", config)
     except (UsageError, ConfigError) as error:

@@ -3,8 +3,9 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
@@ -13,6 +14,7 @@ from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.flags import (
     Args,
+    Flag,
     Script,
     check_bounds,
     declared,
@@ -49,7 +51,7 @@ def with_file(
     Flags and a config on the command line override the file's. None without --from.
     """
     argv = in_our_words(argv)
-    if not any(_name(word) == "--from" for word in argv):
+    if asked_for(argv) or not any(_name(word) == "--from" for word in argv):
         return argv, None
     from llm_train_bench.settings.run_file import split_from  # needs YAML
 
@@ -59,6 +61,17 @@ def with_file(
             raise UsageError("--from: its file names no config; give the model's config")
         words = [file.config, *words]
     return [*words, *to_argv(file.flags)], file
+
+
+def asked_for(argv: Sequence[str]) -> tuple[str, str] | None:
+    """`help` and its topic, or `version`, if a command line asks for one of them."""
+    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        name, _, topic = word.partition("=")
+        if name in ("--help", "-h"):
+            return "help", topic or ("" if following.startswith("-") else following)
+        if word in ("--version", "-V"):
+            return "version", ""
+    return None
 
 
 def remarks_on(argv: Sequence[str]) -> list[str]:
@@ -89,10 +102,9 @@ def parse_dataclass(
 
     --help and --version print and exit with 0.
     """
-    asked = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), None)
-    if asked is not None or {"--version", "-V"} & set(argv):
-        topics = [] if asked is None else [w for w in argv[asked + 1 :][:1] if w[:1] != "-"]
-        text = version_text() if asked is None else help_text(kind, prog, script, *topics)
+    if asked := asked_for(argv):
+        what, topic = asked
+        text = version_text() if what == "version" else help_text(kind, prog, script, topic)
         with contextlib.suppress(BrokenPipeError):  # --help | head
             print(text)
         raise SystemExit(0)
@@ -133,7 +145,7 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
         name = flag.removeprefix("--").replace("-", "_")
         following = [inline] if equals else words[:1]
         if name not in flags or flags[name].positional:
-            raise _unknown(flag, following, kind, prog)
+            raise _unknown(flag, following, flags, prog)
         if name in lists and name in values:
             raise UsageError(f"{flag}: is given twice; give all values after one {flag}")
         if hints[name] is bool:
@@ -150,29 +162,35 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
             raise UsageError(f"{flag}: is empty; was a variable of the shell not set?")
         if not texts:
             raise UsageError(f"{flag}: needs a value: {allowed(hints[name])}")
-        parsed = [_value(flag, text, hints[name], flags[name].thousand) for text in texts]
+        parsed = [_value(flag, text, hints[name], flags[name]) for text in texts]
         values[name] = tuple(parsed) if name in lists else parsed[0]
     return values
 
 
-def _unknown(flag: str, following: Sequence[str], kind: type, prog: str) -> UsageError:
+def _unknown(
+    flag: str, following: Sequence[str], flags: Mapping[str, Flag], prog: str
+) -> UsageError:
     """What to say of a flag that `prog` does not have, and of the word after it."""
-    instead, known = replacement(flag, prog), [flag_of(n)[2:] for n in declared(kind)]
+    instead = replacement(flag, prog)
+    known = [
+        flag_of(n)[2:] for n, f in flags.items() if prog not in set(Script) or prog in f.scripts
+    ]
     if (last := flag.rpartition(".")[2]) in known:
         instead = f"--{last}"
     ours = (instead or flag).split()[0].strip(",:").removeprefix("--")
-    if ours not in known and ours.replace("-", "_") in declared(Args):
+    field = ours.replace("-", "_")
+    if field in declared(Args) and field not in flags:
         value = next((word for word in following if not word.startswith("-")), "VALUE")
         use = f"use --set {ours}={value}" if "set" in known else "it is a flag of train.py"
-        return UsageError(f"{flag}: is no flag of {prog}; {use}")
+        return UsageError(f"{flag}: no such flag of {prog}; {use}")
     if instead:
         use = "use " if instead.startswith("--") else ""
-        return UsageError(f"{flag}: is another tool's flag; {use}{instead}")
+        return UsageError(f"{flag}: no such flag here; {use}{instead}")
     cutoff = 0.75 if len(flag) > 6 else 0.6  # of three letters, two may be swapped
     longer = next(
         (f"; did you mean --{word}?" for word in known if word.startswith(f"{flag[2:]}-")), ""
     )
-    near = longer or did_you_mean(flag[2:], known, cutoff, "--")
+    near = longer or did_you_mean(flag[2:].lower(), known, cutoff, "--")
     return UsageError(f"{flag}: unknown flag{near or f'; see {prog} --help'}")
 
 
@@ -190,7 +208,7 @@ def _either(words: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _value(flag: str, text: str, hint: Any, thousand: int) -> Any:
+def _value(flag: str, text: str, hint: Any, about: Flag) -> Any:
     """A flag's value of its text; UsageError with the values that are allowed."""
     for option in kinds_of_value(hint):
         if get_origin(option) is Literal:
@@ -200,8 +218,8 @@ def _value(flag: str, text: str, hint: Any, thousand: int) -> Any:
             return text
         else:
             with contextlib.suppress(ValueError):
-                return parse_number(text, option, thousand)
+                return parse_number(text, option, about.thousand, about.metavar == "PERCENT")
     if right := right_value(flag, text):
-        raise UsageError(f"{flag} {text}: is not known here; use {right}")
+        raise UsageError(f"{flag} {text}: no such value; use {right}")
     words = [w for o in kinds_of_value(hint) if get_origin(o) is Literal for w in get_args(o)]
-    raise UsageError(f"{flag} {text}: must be {allowed(hint)}{did_you_mean(text, words)}")
+    raise UsageError(f"{flag} {text}: must be {allowed(hint)}{did_you_mean(text.lower(), words)}")

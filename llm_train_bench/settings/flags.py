@@ -11,10 +11,11 @@ import inspect
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.number_text import parse_number
 
 Group = TypeVar("Group")
 
@@ -461,7 +462,7 @@ class Args(  # dataclasses take fields from the last base first
     OptimizerFlags, LoraFlags, DataFlags, RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags,
     BatchFlags, ModelFlags,
 ):  # fmt: skip
-    """Train a language model for some steps and report its exact speed."""
+    """Train a language model for some steps and report its speed."""
 
     def part(self, group: type[Group]) -> Group:
         """One group of the flags."""
@@ -544,9 +545,7 @@ def to_argv(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def key_values(
-    flag: str, texts: Iterable[str], known: Mapping[str, Callable[[str], Any]]
-) -> dict[str, Any]:
+def key_values(flag: str, texts: Iterable[str], known: Mapping[str, type]) -> dict[str, Any]:
     """Values given as KEY=VALUE; UsageError for an unknown key, or what is no number above 0."""
     values = {}
     for text in texts:
@@ -556,9 +555,9 @@ def key_values(
         if not value:
             raise UsageError(f"{flag} {text}: is empty")
         try:
-            values[key] = known[key](value)
+            values[key] = value if known[key] is str else parse_number(value, known[key])
         except ValueError:
-            values[key] = 0
+            raise UsageError(f"{flag} {text}: {value} is no number") from None
         if not isinstance(values[key], str) and not 0 < values[key] < math.inf:
             raise UsageError(f"{flag} {text}: must be above 0")
     return values

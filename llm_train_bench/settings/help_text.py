@@ -24,8 +24,8 @@ from llm_train_bench.settings.flags import (
 ROWS, COLUMNS = 60, 100
 EXAMPLES = {
     "train.py": (
-        "train.py configs/gpt2-125m.json --bsz 32 --pt-compile",
         "train.py configs/llama-tiny.json --data data/mine/train.bin --n-steps 200",
+        "train.py configs/gpt2-125m.json --bsz 32 --pt-compile",
         "train.py configs/llama-3.1-8b-proxy.json --bsz auto --pt-compile --use-fp8",
     ),
     "train_ddp.py": (
@@ -56,17 +56,17 @@ def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> 
     places = [str(flags[n].metavar) for n in flags if flags[n].positional]
     head = [f"usage: {' '.join([prog, *places])} [flags]", "", *_summary(kind, prog)]
     everything = [*head, *_sections(kind, groups)]
-    name = topic.removeprefix("--").replace("-", "_")
     if topic == "all" or (not topic and len(everything) <= ROWS):
         return "\n".join(everything)
     if topic:
+        topic = "config" if topic == "from" else topic  # whose help has it
         known = [*groups, *(flag_of(n)[2:] for names in groups.values() for n in names[1])]
-        if topic.removeprefix("--") not in known:
+        if topic not in known:
             near = did_you_mean(topic, known)
             raise UsageError(
                 f"--help {topic}: no such group or flag{near or '; there are all, ' + ', '.join(groups)}"
             )
-        chosen = groups.get(topic) or ("", [name])
+        chosen = groups.get(topic) or ("", [topic.replace("-", "_")])
         return "\n".join(_sections(kind, {topic: chosen})).strip("\n")
     own = {name: g for name, g in groups.items() if not set(g[1]) <= declared(Args).keys()}
     common = [

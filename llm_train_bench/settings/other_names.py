@@ -15,8 +15,8 @@ def _tables() -> dict[str, Table]:
 
 
 def _plain(flag: str) -> str:
-    """A flag without its dashes, value and dotted section: `--training.seq_len=4096` is seq-len."""
-    return flag.partition("=")[0].rpartition(".")[2].lstrip("-").replace("_", "-")
+    """A flag's name as the tables have it: `--seq_len=4096` is seq-len."""
+    return flag.partition("=")[0].lstrip("-").replace("_", "-")
 
 
 def in_our_words(argv: Sequence[str]) -> list[str]:
@@ -25,7 +25,7 @@ def in_our_words(argv: Sequence[str]) -> list[str]:
     words = []
     for word in argv:
         name, equals, value = word.partition("=")
-        ours = accepted.get(_plain(name)) if name.startswith("--") and "." not in name else None
+        ours = accepted.get(_plain(name)) if name.startswith("--") else None
         words.append(f"--{ours}{equals}{value}" if ours else word)
     return words
 
@@ -39,10 +39,12 @@ def surprises(argv: Sequence[str]) -> list[str]:
 
 def replacement(flag: str, prog: str) -> str | None:
     """What takes the place of another trainer's flag in `prog`; None for an unknown one."""
-    tables, name = _tables(), _plain(flag)
+    tables, whole = _tables(), _plain(flag)
+    name = whole.rpartition(".")[2]  # of a flag with a section, as in --training.seq-len
     if ours := tables["accepted"].get(name):
         return f"--{ours}"
-    return tables.get(prog, {}).get(name) or tables["answered"].get(name)
+    answers = tables["answered"] | tables.get(prog, {})
+    return answers.get(whole) or answers.get(name)
 
 
 def right_value(flag: str, text: str) -> str | None:

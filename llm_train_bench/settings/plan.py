@@ -54,6 +54,8 @@ PROFILER_WARMUP = 2
 RESUME_WARMUP = 5
 # Seconds after which a GPU's clocks are those of a long run.
 GPU_WARMUP_S = 10.0
+# Numbers in the 16 bytes that a grouped matmul loads at a time.
+ROW_UNITS = {"off": 4, "bf16": 8, "fp16": 8}
 # Transformer Engine's modules by the linear layers of a block that they stand for.
 TE_MODULES = {"attn.qkv": ["qkv"], "attn.out": ["out"], "mlp": ["up", "down"]}
 
@@ -245,8 +247,10 @@ def make_plan(
     if args.use_fp8:
         fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
         work = dataclasses.replace(work, fp8=fp8)
-    slow = asked in MULTIPLY and platform == "cpu" and not cpu_multiplies(asked)
-    notes = (f"--amp {asked}: {SLOW_FORMAT}; --amp auto avoids it",) if slow else ()
+    notes = ()
+    if platform == "cpu" and work.amp in MULTIPLY and not cpu_multiplies(work.amp):
+        use = "; use --amp auto" if asked == work.amp else ""
+        notes = (f"{work.amp}: {SLOW_FORMAT}{use}",)
     return Plan(script, args, platform, work, schedule, flex, packing, notes)
 
 
@@ -264,12 +268,13 @@ def resolve_amp(
         has_bf16 = platform != "cpu" or cpu_multiplies("bf16")
         formats = (native or ("bf16" if has_bf16 else "off"), "off", "bf16")
         if args.use_fp8 or args.linear == "te":
-            formats = ("bf16",)
-        elif widths % 8 or args.linear == "onednn":
+            formats = ("bf16", "off")
+        elif args.linear == "onednn":
             formats = ("off", "bf16")
         choices = [dataclasses.replace(args, amp=name) for name in formats]
-        amp = next((a.amp for a in choices if not broken_rule(a, script)), "bf16")
-    if widths % (unit := 4 if amp == "off" else 8):
+        allowed = [a.amp for a in choices if not broken_rule(a, script)]
+        amp = next((name for name in allowed if widths % ROW_UNITS[name] == 0), formats[0])
+    if widths % (unit := ROW_UNITS[amp]):
         raise UsageError(
             f"{config.path}: hidden size {config.hidden_size} and expert size "
             f"{config.experts.size} must be multiples of {unit} under --amp {amp}; change the config"

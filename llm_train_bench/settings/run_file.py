@@ -4,21 +4,25 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
 from llm_train_bench.base.errors import UsageError, did_you_mean, one_line
+from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.settings.flags import (
     OUTPUT,
+    SETTABLE,
     Args,
     Script,
     declared,
     defaults,
     flag_of,
+    kinds_of_value,
     of_kind,
 )
+from llm_train_bench.settings.other_names import in_our_words, replacement
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -90,6 +94,8 @@ def split_from(argv: Sequence[str], script: Script | None) -> tuple[list[str], R
         raise UsageError(f"--from {name}: is for {file.script}; run that, or leave out its script")
     later = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     flags = {k: v for k, v in file.flags.items() if flag_of(k) not in later}
+    if "--grad-acc-steps" in later:  # which it would set
+        flags.pop("global_bsz", None)
     if script is None:  # the caller decides how many ranks there are
         flags.pop("nproc", None)
     ranks = file.flags.get("nproc") or file.ranks
@@ -118,13 +124,14 @@ def _run_file(path: Path) -> RunFile:
     else:
         if foreign := _foreign_kind(content):
             raise UsageError(f"--from {path}: {foreign}")
-        flags = {key.replace("-", "_"): value for key, value in content.items()}
+        words = in_our_words([flag_of(key) for key in content])
+        names = [word.removeprefix("--").replace("-", "_") for word in words]
+        flags = dict(zip(names, content.values(), strict=True))
         script = flags.pop("script", None)
         if wrong := sorted(flags.keys() - declared(Args).keys()):
-            near = did_you_mean(wrong[0], declared(Args))
-            raise UsageError(f"--from {path}: {wrong[0]}: unknown flag{near}")
-        if flags.get("amp") is False:  # YAML's `off`
-            flags["amp"] = "off"
+            raise UsageError(f"--from {path}: {wrong[0]}: unknown flag{nearest_flag(wrong[0])}")
+        where = f"--from {path}"
+        flags = {k: v if k == "config" else meant_value(k, v, where) for k, v in flags.items()}
     config = flags.pop("config", None)
     if script not in (None, *Script):
         raise UsageError(f"--from {path}: script: must be {', '.join(Script)}")
@@ -141,6 +148,40 @@ def _foreign_kind(content: Mapping[str, Any]) -> str | None:
         return "is a recipe of NeMo Automodel; docs/MIGRATING.md has our flags for it"
     nested = next((key for key, value in content.items() if isinstance(value, dict)), None)
     return nested and f"{nested} is a section: a file of ours has config and flags without sections"
+
+
+def nearest_flag(name: str) -> str:
+    """What an unknown flag may have meant, in words: another tool's name, or a near one."""
+    if instead := replacement(flag_of(name), Script.ONE):
+        return f" here; {'use ' * instead.startswith('--')}{instead}"
+    return did_you_mean(name, SETTABLE)
+
+
+def meant_value(name: str, value: Any, where: str) -> Any:
+    """A value in the flag's type: YAML reads `off` as false, and numbers may be quoted.
+
+    UsageError for true, false or a list where the flag takes something else.
+    """
+    hint = get_type_hints(Args)[name]
+    kinds = [k for each in kinds_of_value(hint) for k in (get_args(each) or (each,))]
+    many, optional = get_origin(hint) is tuple, type(None) in get_args(hint)
+    if value is False and "off" in kinds:
+        return "off"
+    if value == "none" and optional and "none" not in kinds:
+        return None  # as labels and tables write it
+    wrong = UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}")
+    if (isinstance(value, bool) and bool not in kinds) or (
+        isinstance(value, list | dict) and not many
+    ):
+        raise wrong
+    if not isinstance(value, str) or str in kinds or value in kinds:
+        return value
+    try:
+        if bool in kinds:
+            return {"true": True, "false": False}[value.lower()]
+        return parse_number(value, int if int in kinds else float, declared(Args)[name].thousand)
+    except (KeyError, ValueError):
+        raise wrong from None
 
 
 def result_flags(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,19 +1,20 @@
 """How long a sweep takes: estimated before it runs, and from its own runs as they end. Needs no torch."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware
-from llm_train_bench.base.machine import cpu_name, detect_platform, gpu_name, n_cores
+from llm_train_bench.base.errors import DoesNotFit, UsageError
+from llm_train_bench.base.hardware import Hardware, find_cpu
+from llm_train_bench.base.machine import cpu_name, n_cores
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep.cell_runs import CellRow
-from llm_train_bench.sweep.experiment import Experiment, Machine
-from llm_train_bench.sweep.grid import Cell, plan_of
+from llm_train_bench.sweep.experiment import Experiment
+from llm_train_bench.sweep.grid import Cell, plan_of, sweep_gpu
 
 # Seconds from the start of a process to its first step (6 to 9 on two CPU cores); compilation is extra.
 START_S = 8.0
@@ -29,38 +30,33 @@ def work_on(cell: Cell, e: Experiment, platform: Platform) -> tuple[Work, Hardwa
     """
     args = parse_args(cell.argv(), cell.script)
     platform = "cpu" if args.device == "cpu" else platform
-    machine = e.hardware.get(platform, Machine())
-    world = args.nproc or machine.gpus
-    if platform == "cpu":
-        gpu, memory = find_cpu(cpu_name(), world), None
-    else:
-        name = machine.gpu or (gpu_name() if platform == detect_platform() else None)
-        if name is None:
-            raise UsageError(f"an experiment file must say the GPU, as hardware: {platform}: gpu")
-        gpu = find_hardware(name)
-        memory = gpu.memory_gib
-    has = {"memory_gib": memory, "native_amp": gpu.native_amp}
-    return plan_of(args, cell.script, world, platform, **has).work, gpu
+    processes = 2 if platform == "cpu" and cell.script != Script.ONE else 1
+    world = args.nproc or (e.hardware[platform].gpus if platform in e.hardware else processes)
+    gpu = find_cpu(cpu_name(), world) if platform == "cpu" else sweep_gpu(e, platform, e.experiment)
+    if gpu is None:
+        raise UsageError(f"an experiment file must say the GPU, as hardware: {platform}: gpu")
+    return plan_of(args, cell.script, world, platform, gpu, gpu.memory_gib).work, gpu
 
 
 class Durations:
     """Seconds of runs: as a setting's own runs took, or scaled from others by the work of the steps."""
 
-    def __init__(self, cells: Iterable[Cell], e: Experiment, platform: Platform):
-        cells, self.estimated = list(cells), True
-        self.on_cpu = platform == "cpu"
-        self.work: dict[Name, float] = {}  # of all steps, as estimated seconds
-        try:
-            for cell in cells:
+    def __init__(self, cells: Sequence[Cell], e: Experiment, platform: Platform):
+        self.timeout_s, self.estimated, self.on_cpu = e.timeout_s, True, platform == "cpu"
+        self.work: dict[Name, float] = {}  # seconds of all steps, as far as they are known
+        for cell in cells:
+            try:
                 work, device = work_on(cell, e, platform)
                 self.work[name_of(cell)] = estimate_speed(work, device).step_s * n_steps(cell)
-        except UsageError:  # the device is not known
-            self.estimated = False
-            for cell in cells:
-                args = parse_args(cell.argv(), cell.script)
-                work = plan_of(args, cell.script, args.nproc, platform).work
-                flops = step_flops_per_token(work, causal=True) * work.batch.tokens_per_step
-                self.work[name_of(cell)] = flops * n_steps(cell) / (CPU_FLOPS * n_cores())
+            except DoesNotFit:
+                self.work[name_of(cell)] = 0.0
+            except UsageError:  # the device is not known
+                self.estimated = False
+        for cell in [] if self.estimated else cells:
+            args = parse_args(cell.argv(), cell.script)
+            work = plan_of(args, cell.script, args.nproc, platform).work
+            flops = step_flops_per_token(work, causal=True) * work.batch.tokens_per_step
+            self.work[name_of(cell)] = flops * n_steps(cell) / (CPU_FLOPS * n_cores())
         self.walls: dict[Name, list[float]] = {}
         self.starts: list[float] = []  # of each run, the seconds beside its steps
         self.scales: list[float] = []  # and its seconds per unit of work
@@ -73,7 +69,8 @@ class Durations:
         if times := row.get("step_times_s"):
             stepping = statistics.fmean(times) * n_steps(cell)
             self.starts.append(max(0.0, wall - stepping))
-            self.scales.append(stepping / self.work[name_of(cell)])
+            if work := self.work[name_of(cell)]:
+                self.scales.append(stepping / work)
 
     def of(self, cells: Iterable[Cell]) -> float | None:
         """Seconds of one run of each, one after the other; None where nothing tells."""
@@ -87,7 +84,7 @@ class Durations:
             return None
         scale = statistics.median(self.scales) if self.scales else 1.0
         start = statistics.median(self.starts) if self.starts else START_S
-        return start + scale * self.work[name_of(cell)]
+        return min(start + scale * self.work[name_of(cell)], self.timeout_s)
 
 
 def name_of(cell: Cell) -> Name:

@@ -12,15 +12,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from llm_train_bench.base.errors import UsageError, did_you_mean
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import SECRET
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_keys import plain_file
-from llm_train_bench.settings.flags import SETTABLE, Script, flag_of
-from llm_train_bench.settings.other_names import in_our_words, replacement
+from llm_train_bench.settings.flags import SETTABLE, Script
+from llm_train_bench.settings.other_names import in_our_words
 from llm_train_bench.settings.plan import Platform
-from llm_train_bench.settings.run_file import parse_yaml
+from llm_train_bench.settings.run_file import nearest_flag, parse_yaml
 
 Value = bool | int | float | str | None
 Flags = dict[str, Any]  # as they are checked already
@@ -157,13 +157,6 @@ def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text")
     return re.sub(r"\$\{(\w+)(:-([^}]*))?\}", value, text)
 
 
-def nearest_flag(flag: str) -> str:
-    """What an unknown flag may have meant, in words: another suite's name, or a near one."""
-    if instead := replacement(flag_of(flag), "train.py"):
-        return f": another tool's; {'use ' * instead.startswith('--')}{instead}"
-    return did_you_mean(flag, SETTABLE)
-
-
 def from_command_line(
     script: str, models: Sequence[str], settings: Sequence[str], repeats: int
 ) -> Experiment:
@@ -176,6 +169,8 @@ def from_command_line(
         flag = flag.removeprefix("--").replace("-", "_")
         if not equals:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
+        if flag in ("config", "output_dir", "run_name"):
+            raise UsageError(f"--set {setting}: is set by the sweep; use --models or --output-dir")
         if flag not in SETTABLE:
             raise UsageError(f"--set {setting}: no such flag{nearest_flag(flag)}")
         try:

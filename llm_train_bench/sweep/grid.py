@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.hardware import find_hardware
-from llm_train_bench.base.number_text import parse_number
+from llm_train_bench.base.hardware import Hardware, device_called, find_hardware
+from llm_train_bench.base.machine import detect_platform, gpu_name
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.model.config import model_name
 from llm_train_bench.model.json_keys import shipped_config
@@ -15,13 +15,12 @@ from llm_train_bench.settings.flags import (
     SETTABLE,
     Args,
     Script,
-    declared,
     differing,
-    flag_of,
     to_argv,
 )
 from llm_train_bench.settings.plan import Plan, Platform, make_plan
-from llm_train_bench.sweep.experiment import Experiment, Flags, Value, nearest_flag
+from llm_train_bench.settings.run_file import meant_value, nearest_flag
+from llm_train_bench.sweep.experiment import Experiment, Flags, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             f"{where}: {both[0]} is in the grid and in cells; each cell runs with the whole grid"
         )
     combinations = (dict(zip(axes, c, strict=True)) for c in itertools.product(*e.grid.values()))
-    native, cells = amp_of_gpu(e, platform, where), []
+    gpu, cells = sweep_gpu(e, platform, where), []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         flags = e.training | e.platforms.get(platform, {}) | e.layout_of(model, platform)
         flags |= chosen | listed
@@ -77,7 +76,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             raise UsageError(
                 f"{where}: {unknown[0]}: no such flag{hint}; {e.script} --help lists them"
             )
-        flags = {name: _meant(name, value, where) for name, value in flags.items()}
+        flags = {name: meant_value(name, value, where) for name, value in flags.items()}
         flags = _with_machine(flags, e, platform, where)
         size = flags.get("global_bsz") if flags.get("grad_acc_steps") is not None else None
         if size is not None:
@@ -92,7 +91,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         try:
             world = _world(cell)
             args = parse_args(cell.argv(), script)
-            plan = plan_of(args, script, world, platform, native_amp=native)
+            plan = plan_of(args, script, world, platform, gpu)
             _check_sizes(plan.work.batch, e, world, size)
         except UsageError as error:  # a ConfigError names its file itself
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
@@ -101,34 +100,15 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
     return cells
 
 
-def amp_of_gpu(e: Experiment, platform: Platform, where: str) -> str | None:
-    """The format of --amp auto on the experiment's GPU; None where it names none."""
-    machine = e.hardware.get(platform)
+def sweep_gpu(e: Experiment, platform: Platform, where: str) -> Hardware | None:
+    """The GPU that the experiment names, or else this machine's; None where neither is known."""
+    machine, here = e.hardware.get(platform), platform == detect_platform()
     if machine is None or machine.gpu is None:
-        return None
+        return device_called(gpu_name()) if here and platform != "cpu" else None
     try:
-        return find_hardware(machine.gpu).native_amp
+        return find_hardware(machine.gpu)
     except UsageError as error:
         raise UsageError(f"{where}: hardware: {platform}: gpu: {error}") from None
-
-
-def _meant(name: str, value: Value, where: str) -> Value:
-    """A value in the flag's type: YAML reads `off` as false, and numbers may be quoted."""
-    kind = get_type_hints(Args)[name]
-    kinds = get_args(kind) or (kind,)
-    kinds = tuple(k for each in kinds for k in (get_args(each) or (each,)))
-    if value is False and "off" in kinds:
-        return "off"
-    if value == "none" and type(None) in kinds and "none" not in kinds:
-        return None  # as labels and tables write it
-    if not isinstance(value, str) or str in kinds or value in kinds:
-        return value
-    try:
-        if bool in kinds:
-            return {"true": True, "false": False}[value.lower()]
-        return parse_number(value, int if int in kinds else float, declared(Args)[name].thousand)
-    except (KeyError, ValueError):
-        raise UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}") from None
 
 
 def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
@@ -187,7 +167,7 @@ def differences(e: Experiment, where: str) -> list[str]:
     named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
     resolved = {
         platform: [
-            _resolved(cell, platform, amp_of_gpu(e, platform, where))
+            _resolved(cell, platform, sweep_gpu(e, platform, where))
             for cell in make_cells(e, platform, where)
         ]
         for platform in get_args(Platform)
@@ -210,22 +190,32 @@ def _world(cell: Cell) -> int | None:
     return 1 if cell.script is Script.ONE else dict(cell.flags).get("nproc")
 
 
-def _resolved(cell: Cell, platform: Platform, native: str | None) -> dict[str, Any]:
+def _resolved(cell: Cell, platform: Platform, gpu: Hardware | None) -> dict[str, Any]:
     """All arguments of a cell, and its global batch where the number of ranks is known."""
     args, world = parse_args(cell.argv(), cell.script), _world(cell)
-    work = plan_of(args, cell.script, world, platform, native_amp=native).work
+    work = plan_of(args, cell.script, world, platform, gpu).work
     content = dataclasses.asdict(args) | {"amp": work.amp}
     return content | ({"global_batch": work.batch.global_batch} if world else {})
 
 
-def plan_of(args: Args, script: str, world: int | None, platform: Platform, **has: Any) -> Plan:
-    """The plan of a cell; where the number of ranks is not known, without what hangs on it.
+def plan_of(
+    args: Args,
+    script: str,
+    world: int | None,
+    platform: Platform,
+    gpu: Hardware | None = None,
+    memory_gib: float | None = None,
+) -> Plan:
+    """The plan of a cell; where the number of ranks is not known, for as few as its layout needs.
 
-    A GPU `has` what make_plan wants to know of it: its memory and native format.
+    --amp auto hangs on the GPU, if it is known; --bsz auto and the loss's chunks on its memory.
     """
     if args.device == "cpu":
-        platform, has = "cpu", {}
+        platform, gpu, memory_gib = "cpu", None, None
     if world is None:
+        stages = (args.pp or 2) if script == Script.PP else 1
+        world = args.tp * args.cp * args.ep * stages
         alone = {"global_bsz": None, "dp_replicate": 1, "fp8_all_gather": False}
         args = dataclasses.replace(args, **alone)
-    return make_plan(args, Script(script), world or 1, platform, **has)
+    has = {"memory_gib": memory_gib, "native_amp": gpu and gpu.native_amp}
+    return make_plan(args, Script(script), world, platform, **has)

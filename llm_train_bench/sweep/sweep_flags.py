@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.flags import changed, flag, flag_of
 from llm_train_bench.sweep.experiment import Experiment, from_command_line, read_experiment
 
@@ -55,7 +56,9 @@ def experiment_of(args: SweepArgs) -> tuple[Experiment, str]:
     """The experiment that the arguments name or describe, and its name for messages."""
     if args.experiment:
         if name := changed(args, ("set", "script", "repeats")):
-            raise UsageError(f"{flag_of(name)}: the experiment file sets it already; leave one out")
+            raise UsageError(f"{flag_of(name)}: the experiment file decides it; leave one out")
+        if shipped_config(args.experiment) != args.experiment:
+            raise UsageError(f"{args.experiment}: is a model; use --models {args.experiment}")
         experiment = read_experiment(args.experiment)
         names = {model: {model, Path(model).stem} for model in experiment.models}
         if unknown := set(args.models) - set().union(*names.values()):
