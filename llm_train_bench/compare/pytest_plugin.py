@@ -30,7 +30,7 @@ def tolerance_in(config: pytest.Config) -> float:
 
     text = str(config.getoption("--train-tolerance"))
     with contextlib.suppress(ValueError):
-        if 0 <= (tolerance := parse_number(text, float)) < 1:
+        if 0 <= (tolerance := parse_number(text, float, percent=True)) < 1:
             return tolerance
     raise pytest.UsageError(f"--train-tolerance {text}: must be from 0 to below 100%, such as 5%")
 
