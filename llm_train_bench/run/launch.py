@@ -186,8 +186,6 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
         start.refuse_wishes()
     cuda = args.device != "cpu" and torch.cuda.is_available()
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)
-    if not cuda and n > (most := max(64, 8 * n_cores())):
-        raise UsageError(f"--nproc {n}: more processes than this machine can run; at most {most}")
     if not n:  # pytorch/pytorch#186516
         raise UsageError("PyTorch has a GPU but counts none: an amdsmi that does not fit its ROCm?")
     numa = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import UsageError, printable
-from llm_train_bench.base.machine import detect_platform
+from llm_train_bench.base.machine import detect_platform, n_cores
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.json_keys import ConfigError
 from llm_train_bench.settings.command_line import parse_args, remarks_on
@@ -23,8 +23,10 @@ def check_early(argv: list[str], name: str) -> None:
         args, script = parse_args(argv, name), Script(name)
         config = load_config(args.config, args.pad_vocab)
         device = detect_platform() if args.device == "auto" else args.device
+        world = 1 if script is Script.ONE else args.nproc or 2
+        if device == "cpu" and world > (most := max(64, 8 * n_cores())):
+            raise UsageError(f"--nproc {world}: this machine has {n_cores()} cores; at most {most}")
         if device == "cpu" and not args.pack:  # which reads whole files
-            world = 1 if script is Script.ONE else args.nproc or 2
             make_plan(args, script, world, "cpu", config)
     except (UsageError, ConfigError) as error:
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
