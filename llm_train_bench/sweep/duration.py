@@ -18,8 +18,8 @@ from llm_train_bench.sweep.grid import Cell, plan_of, sweep_gpu
 
 # Seconds from the start of a process to its first step (6 to 9 on two CPU cores); compilation is extra.
 START_S = 8.0
-# FLOP/s of a core that was never measured: small models in fp32 reach this on an AMD EPYC with AVX-512.
-CPU_FLOPS = 5e10
+# FLOP/s of a core that was never measured: in fp32, small models reach 6e10 and 12e10 on two AMD EPYCs.
+CPU_FLOPS = 8e10
 Name = tuple[str, str]
 
 
