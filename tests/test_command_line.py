@@ -215,6 +215,7 @@ def test_a_name_of_ours_finds_its_config_unless_a_file_has_it(tmp_path, monkeypa
         ("model:\n  _target_: nemo.Model\n", "is a recipe of NeMo Automodel"),
         ("models: [gpt2-tiny]\n", "is an experiment, of several runs; use python sweep.py FILE"),
         ("training:\n  steps: 5\n", "training is a section"),
+        ("bsz: 2\nmicro_batch_size: 8\n", "bsz stands twice, once by another tool's name"),
         ("bsz: false\n", "bsz: False is no value of --bsz"),
         ("lr: no\n", "lr: False is no value of --lr"),
         ("bsz: [2, 8]\n", r"bsz: \[2, 8\] is no value of --bsz"),

@@ -33,7 +33,7 @@ def gpu_name() -> str | None:
 
 # Instruction sets by which the matmuls of CPUs of one name differ.
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "sve2", "bf16")
-# Those of them, and of others, that multiply numbers of 16 bits, as Linux names them on x86 and Arm.
+# Instruction sets with matmuls of 16-bit formats, as Linux names them on x86 and Arm.
 MULTIPLY = {
     "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
     "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},

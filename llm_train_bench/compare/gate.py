@@ -354,7 +354,7 @@ def gate(
 ) -> int:
     """Judge results by the baselines in `path`, or `update` those; returns the exit code.
 
-    The `tolerance` is a part. The `directory` gets gate.md, a comment for a pull request, and
+    The `tolerance` is a fraction. The `directory` gets gate.md, a comment for a pull request, and
     benchmark.json, the figures for github-action-benchmark (customBiggerIsBetter).
     """
     if update:

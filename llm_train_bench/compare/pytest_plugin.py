@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def tolerance_in(config: pytest.Config) -> float:
-    """--train-tolerance as a part: of 5%, 0.05."""
+    """--train-tolerance as a fraction: of 5%, 0.05."""
     from llm_train_bench.base.number_text import parse_number
 
     text = str(config.getoption("--train-tolerance"))

@@ -126,6 +126,8 @@ def _run_file(path: Path) -> RunFile:
             raise UsageError(f"--from {path}: {foreign}")
         words = in_our_words([flag_of(key) for key in content])
         names = [word.removeprefix("--").replace("-", "_") for word in words]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(f"--from {path}: {twice} stands twice, once by another tool's name")
         flags = dict(zip(names, content.values(), strict=True))
         script = flags.pop("script", None)
         if wrong := sorted(flags.keys() - declared(Args).keys()):
