@@ -176,7 +176,7 @@ def test_a_repeated_step_leaves_what_an_exact_one_leaves():
             parts = step.data_time_s + step.forward_time_s + step.backward_time_s
             micro = sum(step.micro_batch_times_s)
             assert len(step.micro_batch_times_s) == 2
-            assert micro == pytest.approx(parts) and (micro < 0.8 * step.step_time_s) == again
+            assert micro == pytest.approx(parts) and micro < step.step_time_s
     for once, repeated in zip(*ends, strict=True):
         assert torch.equal(once, repeated)
 
