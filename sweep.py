@@ -98,9 +98,11 @@ def summary(cells: list[Cell], e: Experiment, platform: Platform, searches: bool
     durations = Durations(cells, e, platform)
     seconds = durations.of(cells * e.repeats)
     if seconds is None:
-        return f"{text}; the time is known after the first"
-    about = "estimated" if durations.estimated else "at a CPU's usual speed, very roughly"
-    return f"{text}; {about} {duration_text(seconds)}, and what compilation takes"
+        return f"{text}; the time is unknown until the first run ends"
+    took = duration_text(seconds)
+    if durations.estimated:
+        return f"{text}; estimated {took}; compilation is extra"
+    return f"{text}; very roughly {took} at a CPU's usual speed; compilation is extra"
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def test_a_sweep_s_rows_of_before_are_of_another_format(cpu_with):
 
 def test_ranks_agree_and_a_resumed_run_says_a_change(tmp_path, monkeypatch, refused, cpu_with):
     monkeypatch.setattr(lineage, "broadcast", lambda ranks, value: "fp16")
-    message = "--amp auto: rank 0 takes fp16, this rank bf16; give --amp"
+    message = "--amp auto: rank 0 takes fp16, this rank bf16; set --amp"
     refused(train_main, message, TINY, "--output-dir", tmp_path / "x")
     monkeypatch.undo()
     saving = words("--save-every 2 --run-name a --resume auto --output-dir", tmp_path / "runs")

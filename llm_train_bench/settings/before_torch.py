@@ -33,12 +33,6 @@ def check_early(argv: list[str], name: str) -> None:
         sys.exit(2)
 
 
-def remark(argv: list[str], name: str) -> None:
-    """Print what is worth a line though it is no mistake."""
-    for line in remarks_on(argv):
-        print(f"{name}: {line}", file=sys.stderr)
-
-
 def launchers_rank() -> str | None:
     """The rank that a launcher gave this process; then one of each machine says what is wrong, later."""
     pairs = [(os.environ.get(rank), os.environ.get(size)) for rank, size, _ in start.LAUNCHERS]
@@ -50,4 +44,5 @@ if start.is_script() and script in set(Script):
     if (rank := launchers_rank()) is None:
         check_early(sys.argv[1:], script)
     if rank in (None, "0") and start.PARENT not in os.environ:
-        remark(sys.argv[1:], script)
+        for remark in remarks_on(sys.argv[1:]):  # worth a line though it is no mistake
+            print(f"{script}: {remark}", file=sys.stderr)

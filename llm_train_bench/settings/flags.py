@@ -571,7 +571,7 @@ def check_bounds(args: Any) -> None:
         value = getattr(args, name)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and (why := _outside(flag, value)):
-            percent = "; per cent are written as 5% or 0.05" if flag.metavar == "PERCENT" else ""
+            percent = "; write per cent as 5% or 0.05" if flag.metavar == "PERCENT" else ""
             raise UsageError(f"{flag_of(name)} {value}: must be {why}{percent}")
 
 

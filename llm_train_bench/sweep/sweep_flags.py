@@ -56,7 +56,9 @@ def experiment_of(args: SweepArgs) -> tuple[Experiment, str]:
     """The experiment that the arguments name or describe, and its name for messages."""
     if args.experiment:
         if name := changed(args, ("set", "script", "repeats")):
-            raise UsageError(f"{flag_of(name)}: the experiment file decides it; leave one out")
+            raise UsageError(
+                f"{flag_of(name)}: the experiment file decides that; leave the flag out"
+            )
         if shipped_config(args.experiment) != args.experiment:
             raise UsageError(f"{args.experiment}: is a model; use --models {args.experiment}")
         experiment = read_experiment(args.experiment)

@@ -226,7 +226,7 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
     }
     tell_next(ranks, json.dumps(word))
     if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
-        raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; give --amp")
+        raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; set --amp")
     if before := attempt.manifest:
         if (amp := before.args.get("amp", plan.work.amp)) != plan.work.amp:
             attempt.notes.append(f"before, --amp was {amp}; now it is {plan.work.amp}")
