@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 
-.PHONY: demo test parity layouts test-cells test-oldest test-newest test-track site-test docs records pictures lint bytes peers faults fuzz mutants bench on-gpu \
+.PHONY: demo test parity layouts test-cells test-oldest test-newest test-track docs records pictures lint bytes peers faults fuzz mutants bench on-gpu \
   gpu-bench cpu-baselines image-test cluster-test clean
 
 # What a run needs, and with it what development needs.
@@ -80,12 +80,6 @@ test-track: $(READY)
 	test -d .venv-track || $(PYTHON) -m venv .venv-track
 	.venv-track/bin/pip install -q pytest pydantic rich numpy pyyaml pandas wandb mlflow-skinny prometheus_client
 	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/trackers.py
-
-# The page of shared results in a real browser; needs chromium and chromium-driver.
-site-test: $(READY)
-	test -d .venv-site || $(PYTHON) -m venv .venv-site
-	.venv-site/bin/pip install -q pytest selenium pydantic rich numpy pyyaml
-	.venv-site/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/site_page.py
 
 # Compare every layout of ranks with one device: losses, norms, every gradient; five minutes. With
 # DEVICE=cuda on GPUs, which ranks share (docs/LAYOUTS.md); LAYOUTS="tp2 cp2" or on-gpu runs some.
@@ -158,8 +152,8 @@ image-test:
 TINY = configs/gpt2-tiny.json configs/llama-tiny.json configs/moe-tiny.json
 cpu-baselines: $(READY)
 	$(BIN)/python sweep.py --models $(TINY) --repeats 5 --output-dir sweeps/cpu-baselines \
-	    --set bsz=4 seq-len=256 n-steps=100 warmup-steps=10 amp=off device=cpu
-	$(BIN)/python compare.py sweeps/cpu-baselines/runs --baseline configs/baselines.json --update-baselines
+	    --set bsz=4 seq-len=256 n-steps=50 warmup-steps=10 amp=off device=cpu
+	$(BIN)/python compare.py sweeps/cpu-baselines/runs --save configs/baselines.json
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest .venv-peers .venv-track .venv-ray .venv-sky .mutants build data runs *.egg-info

@@ -20,7 +20,7 @@ from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.machine import Platform, detect_platform
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.check import machine_check
-from llm_train_bench.check.verify import show_tier
+from llm_train_bench.check.verify import verify_file
 from llm_train_bench.check.workloads import workload_named, workloads
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
@@ -32,10 +32,8 @@ CODES = {"as it should be": 0, "below": 1, "not judged": 5}
 class CheckArgs:
     """Check this machine's speed: ten minutes on a GPU, one to three on a CPU.
 
-    verify: Check a shared result instead: print its tier, or what is wrong with it. Needs no torch.
-    results: With --verify: a folder of shared results, HARDWARE/SUBMITTER/NAME.json, in which another
-        submitter's run may reproduce this one. Otherwise: references. By default the project's.
-    author: With --verify: who submits the file.
+    verify: Check a file of runs instead (compare.py --save): print what is wrong with it, what was
+        checked, and what was not. Needs no torch.
     nodes: Find the slow node or link of a job: run this under your launcher, one process a GPU. Without a
         launcher it starts one process for each GPU of this machine.
     only: Workloads to run. By default all for the device; configs/workloads has them.
@@ -45,9 +43,7 @@ class CheckArgs:
     json: Print JSON instead of tables.
     """
 
-    verify: str | None = flag(None, metavar="FILE.json")
-    results: str | None = flag(None, metavar="FOLDER")
-    author: str | None = flag(None, metavar="NAME", needs="verify")
+    verify: str | None = flag(None, metavar="FILE")
     nodes: bool = flag(False)
     only: tuple[str, ...] = flag((), metavar="NAME ...")
     at_least: float = flag(0.9, above=0, at_most=2, metavar="PERCENT")
@@ -60,9 +56,8 @@ class CheckArgs:
 def main(argv: Sequence[str]) -> int:
     """Check, print, and return the exit code: 0, 1 below, 5 not judged, 2 for bad input."""
     args = parse_dataclass(CheckArgs, argv, "check.py")
-    results = Path(args.results) if args.results else ROOT / "results"
     if args.verify:
-        return show_tier(Path(args.verify), results, args.author, args.json, say)
+        return verify_file(Path(args.verify), args.json)
     if args.nodes:
         from llm_train_bench.check.node_survey import survey_job  # needs torch
 
@@ -86,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
             ranks,
             directory,
             args.at_least,
-            machine_check.reached_by_others(results),
+            machine_check.reached_by_others(ROOT / "results"),
             say,
         )
     if args.json:

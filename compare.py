@@ -2,9 +2,10 @@
 
     python compare.py runs/A runs/B --tokens 1e12
     python compare.py results/ megatron.log --log seq-len=4096 --output-dir comparison
+    python compare.py runs/ --save baselines.json
     python compare.py runs/ --baseline baselines.json --tolerance 5%
 
-Reads our result.json and results.csv, the JSON of a comparison suite, and logs of other trainers, from
+Reads our result.json and files of runs, the JSON of a comparison suite, and logs of other trainers, from
 Megatron-LM to nanoGPT; directories are searched. docs/COMPARE.md has the details. Needs no torch.
 """
 
@@ -18,24 +19,22 @@ import llm_train_bench.base.start  # noqa: F401
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.tool_main import run_tool, tool
-from llm_train_bench.check.public_site import write_site
-from llm_train_bench.check.share import Refused, share
-from llm_train_bench.check.verify import verify_file
 from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.gate import gate
+from llm_train_bench.compare.gate import gate, own_runs
 from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
+from llm_train_bench.compare.save_runs import save_runs
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
-from llm_train_bench.sweep.experiment import machines_of
+from llm_train_bench.sweep.experiment import machines_of, read_experiment, swept
 
 
 @dataclasses.dataclass(frozen=True)
 class RunsFlags:
     """The runs to compare.
 
-    results: result.json, results.csv, another suite's JSON, a log, or directories with any of
+    results: result.json, files of runs, another suite's JSON, logs, or directories with any of
         these.
     reference: Run to compare with. By default, per group, the one with the fewest non-default flags.
     methodology: identical_config: runs are not compared if any setting differs.
@@ -77,38 +76,26 @@ class ReportFlags:
 
 @dataclasses.dataclass(frozen=True)
 class GateFlags:
-    """The gate against baselines.
+    """Runs kept in a file, and the gate against them.
 
-    baseline: Compare the results with these baselines. The exit code is 1 if a result got worse, 5 if
+    save: Save the runs with their steps in this file, for the gate or for others. Settings that are
+        in the file are replaced. It has no paths, names of hosts or users, or secrets.
+    baseline: Compare the runs with those in this file. The exit code is 1 if a setting got worse, 5 if
         not all could be judged.
     tolerance: Allowed loss of speed, and growth of memory.
-    update_baselines: Store the results as baselines.
-    allow: Accept results without a baseline (new), or baselines of this machine without a result
+    allow: Accept settings that the file lacks (new), or settings of this machine without a run
         (missing).
     """
 
+    save: str | None = flag(None, metavar="FILE")
     baseline: str | None = flag(None, metavar="FILE")
     tolerance: float = flag(0.05, at_least=0, below=1, metavar="PERCENT", needs="baseline")
-    update_baselines: bool = flag(False, needs="baseline")
     allow: tuple[Literal["new", "missing"], ...] = flag((), needs="baseline")
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedFlags:
-    """Results for others.
-
-    share: Write the runs, which must be repeats of one, into this file. It has no paths, no names of
-        hosts and users, and no secrets. check.py --verify checks it.
-    site: Write a page of all shared results in this folder into --output-dir.
-    """
-
-    share: str | None = flag(None, metavar="FILE.json")
-    site: str | None = flag(None, metavar="FOLDER")
-
-
-@dataclasses.dataclass(frozen=True)
-class CompareArgs(SharedFlags, GateFlags, ReportFlags, RunsFlags):
-    """Compare training runs of any suite, or check results against baselines."""
+class CompareArgs(GateFlags, ReportFlags, RunsFlags):
+    """Compare training runs of any suite, or check them against earlier ones."""
 
 
 @tool("compare.py")
@@ -116,43 +103,44 @@ def main(argv: Sequence[str]) -> int:
     """Compare, and return the exit code: 0; 1 if the gate failed; 2 for bad input."""
     args = parse_dataclass(CompareArgs, argv, "compare.py")
     try:
-        if args.site:
-            if not args.output_dir:
-                raise UsageError("--site: give --output-dir a place for the page")
-            return write_site(Path(args.site), Path(args.output_dir), say)
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
         directory = Path(args.output_dir) if args.output_dir else None
+        if args.save:
+            if args.baseline or directory:
+                other = "--baseline" if args.baseline else "--output-dir"
+                raise UsageError(f"--save with {other}: run compare.py twice, once with each")
+            path = Path(args.save)
+            lines, code = save_runs(own_runs(args.results, path), path)
+            for line in lines:
+                print(printable(line))
+            return code
         if args.baseline:
             statuses = {"new": "NO BASELINE", "missing": "NOT MEASURED"}
             allowed = [statuses[kind] for kind in args.allow]
-            path, update = Path(args.baseline), args.update_baselines
-            return gate(args.results, path, args.tolerance, update, allowed, directory)
-        if args.share:
-            gone = share(map(Path, args.results), Path(args.share))
-            try:
-                verify_file(Path(args.share))
-            except Refused as refusal:
-                Path(args.share).unlink()
-                raise UsageError(f"--share: {args.share} would be refused: {refusal}") from None
-            print(f"wrote {args.share}, without: {', '.join(gone)}")
-            return 0
+            return gate(args.results, Path(args.baseline), args.tolerance, allowed, directory)
         facts = log_facts(args.log, args.log_pattern)
         records = read_records(args.results, say, facts)
         facts.refuse_unused()
         for record in records:
-            for note in record.notes if record.suite != "llm-train-bench" else ():
-                say(f"{record.path}: {note}")
+            for remark in record.remarks if not record.result else ():
+                say(": ".join(filter(None, (record.path, remark.text, remark.advice))))
         if args.one_model:
             if len(names := sorted({record.model or "unknown" for record in records})) > 1:
                 say(f"--one-model treats as one: {', '.join(names)}")
             for record in records:
                 record.model, record.model_hash = "one model", None
-        machines = machines_of(args.experiment) if args.experiment else {}
-        prices = prices_of(machines, args.usd_per_hour, records, args.usd_per_kwh)
+        sweeps = swept(args.results)
+        experiments = [e for e, _ in sweeps.values()]
+        if args.experiment:
+            experiments.append(read_experiment(args.experiment))
+        prices = prices_of(machines_of(experiments), args.usd_per_hour, records, args.usd_per_kwh)
         identical = args.methodology == "identical_config"
         rows = compare(records, prices, args.tokens, args.reference, identical)
-        remarks = [*report.sweep_remarks(args.results), *report.unknown_models(rows)]
+        remarks = report.unknown_models(rows)
+        for path, (e, unlike) in sweeps.items():
+            if e.methodology == "identical_config":
+                remarks += [f"{Path(path).name} is not identical: {line}" for line in unlike]
         written = ""
         if directory:  # before anything is printed: nobody may read that to its end
             priced = bool(args.usd_per_hour or args.experiment)

@@ -27,7 +27,8 @@ from llm_train_bench.measure.matmul_rate import heat
 from llm_train_bench.measure.power import PowerMeter
 from llm_train_bench.measure.rates import best_rates, cpu_entry, formats_of, rate
 from llm_train_bench.model.config import ModelConfig, load_config
-from llm_train_bench.results.schema import POWER_CAP, DeviceUse
+from llm_train_bench.results.remarks import POWER_CAP
+from llm_train_bench.results.schema import DeviceUse
 
 GPU_CONFIGS = ["configs/gpt2-1.5b.json", "configs/llama-3.1-8b.json", "configs/llama-3.1-70b.json"]
 CPU_CONFIGS = ["configs/gpt2-tiny.json"]

@@ -181,7 +181,7 @@ def run_here(script: str, argv: list[str], out: Path) -> dict[str, Any]:
     m, steps = r.metrics, read_steps(out / r.run_name / "steps.jsonl")
     losses, ms = [step["loss"] for step in steps[:3]], 1e3 * (m.step_time_mean_s or 0)
     figures = {"tokens_per_s": m.tokens_per_sec, "tflops_causal": m.model_tflops_per_gpu_causal}
-    figures |= {"gib": m.peak_allocated_gib, "unfit": r.unfit}
+    figures |= {"gib": m.peak_allocated_gib, "invalid": r.invalid}
     return {"losses": losses, "norm": steps[0]["grad_norm"], "ms": ms} | figures
 
 

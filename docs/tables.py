@@ -1,13 +1,11 @@
 """Write what code declares: the docs' tables, and the schema of shared results (make docs)."""
 
-import json
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from llm_train_bench.check.share import SharedFile
 from llm_train_bench.settings.rules import combinations_table
 
 DOCS = Path(__file__).parent
@@ -26,8 +24,6 @@ def main() -> None:
         if (new := with_tables(page)) != page:
             path.write_text(new, encoding="utf-8")
             print(f"wrote {path.name}")
-    schema = json.dumps(SharedFile.model_json_schema(), indent=1) + "\n"
-    (DOCS.parent / "results" / "schema-v1.json").write_text(schema, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -165,11 +165,12 @@ class OneRun:
         optimizer.state[self.parameter]["momentum_buffer"] = torch.zeros(6, 4)
         facts = {
             "args": dataclasses.asdict(plan.args),
-            "notes": [],
+            "remarks": [],
             "metrics": Metrics(),
             "linear": "plain",
         }
         result = types.SimpleNamespace(run_name="r", **facts)
+        result.remark = result.remarks.append
         log = types.SimpleNamespace(steps=[], pause=lambda: None, start=lambda: None)
         (directory / "steps.jsonl").touch()
         place = (directory / "checkpoints").resolve()
@@ -184,7 +185,7 @@ class OneRun:
             directory=directory, attempt=attempt, hang=None, end_steps=lambda: None, fp8=None,
             steps=(directory / "steps.jsonl").open("a"),
         )  # fmt: skip
-        self.run, self.notes = run, result.notes
+        self.run, self.notes = run, result.remarks
         with mock.patch.object(saver, "say", lambda text: None):
             self.saver = saver.Saver(run, model, optimizer)
         self.saver.files = files

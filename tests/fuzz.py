@@ -44,7 +44,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.check import findings
 from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.gate import read_baselines
+from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.hf import _index
@@ -288,14 +288,10 @@ def compares_sweep(path: Path) -> None:
 
 
 def gates(path: Path, baselines: Path = ROOT / "tests/sample/baselines.json") -> None:
-    out = path.parent / "out"
-    out.mkdir()
     result = path if baselines != path else PLAIN
-    files = ["--markdown", "@out/a.md", "--benchmark-json", "@out/b.json"]
-    run(path, compare.main, result, "--baseline", baselines, *files)
-    shutil.copy(baselines, out / "new.json")
-    if result == path:
-        run(path, compare.main, "@", "--baseline", "@out/new.json", "--update-baselines")
+    run(path, compare.main, result, "--baseline", baselines, "--output-dir", "@out")
+    shutil.copy(baselines, path.parent / "new.json")
+    run(path, compare.main, result, "--save", path.parent / "new.json")
 
 
 def reports_trace(path: Path) -> None:
@@ -396,7 +392,7 @@ def kinds() -> dict[str, Kind]:
     gz = [gzip.compress(text) for text in traces]
     gz += [_small(file) for file in sorted(TRACES.glob("*.json.gz"))]
     states = texts("tests/logs/trainer_state.json")
-    csvs = texts("tests/logs/lightning.csv", "tests/sample/results.csv")
+    csvs = texts("tests/logs/lightning.csv")
     experiments = texts("tests/sample/experiment.yaml", "configs/sweeps/*.yaml")
     (steps,) = texts("tests/sample/plain/steps.jsonl")
     configs = texts("configs/*-tiny.json", "configs/qwen2.5-7b.json", "configs/deepseek-v3.json")
@@ -416,7 +412,7 @@ def kinds() -> dict[str, Kind]:
         "experiment": (".yaml", experiments, lambda path: make_cells(read_experiment(path), "cpu")),
         "run": (".yaml", texts("tests/fuzzed/run.yaml"), read_run_file),
         "again": (".json", results, read_run_file),
-        "baselines": (".json", baselines, lambda path: read_baselines(path, True)),
+        "baselines": (".json", baselines, records_of_file),
         "hardware": (".json", texts("configs/hardware.json"), read_hardware),
         "rows": (".jsonl", ["\n".join(map(json.dumps, rows)).encode()],
                  lambda path: Rows(path.rename(path.with_name("rows.jsonl")))),

@@ -58,6 +58,12 @@ def write_config(directory: Path, values: dict) -> str:
     return str(path)
 
 
+def remark_texts(result: dict) -> list[str]:
+    """The remarks of a result.json's content, each with its advice."""
+    remarks = result["remarks"]
+    return [": ".join(filter(None, (r["text"], r["advice"]))) for r in remarks]
+
+
 def words(*parts) -> list[str]:
     """An argument list: a text is split at its spaces; lists, paths and numbers stay whole."""
     split = (p.split() if isinstance(p, str) else p if isinstance(p, list) else [p] for p in parts)

@@ -12,7 +12,8 @@ import estimate
 from llm_train_bench.base import machine
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
-from llm_train_bench.compare.gate import baseline_key
+from llm_train_bench.compare.read_results import record_of_result
+from llm_train_bench.compare.setting import identity
 from llm_train_bench.results.schema import Result
 from llm_train_bench.run.checkpoint import lineage
 from llm_train_bench.settings.command_line import parse_args
@@ -22,7 +23,7 @@ from llm_train_bench.settings.rules import AXES, broken_rule
 from llm_train_bench.sweep.cell_runs import cell_key
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import differences, make_cells
-from tests.helpers import config, plan_of, train_main, trained, words
+from tests.helpers import config, plan_of, remark_texts, train_main, trained, words
 
 TINY = words(
     "configs/gpt2-tiny.json --seq-len 16 --bsz 1 --n-steps 2 --warmup-steps 1 --no-tensorboard"
@@ -61,10 +62,10 @@ def test_a_slow_format_runs_with_a_note_if_asked_for(cpu_with, tmp_path, capsys)
     for name in ("bf16", "fp16"):
         note = f"{name}: this CPU has no instructions for it"
         result = trained(tmp_path / name, TINY, "--amp", name)
-        assert result["args"]["amp"] == name and result["notes"][0].startswith(note)
+        assert result["args"]["amp"] == name and remark_texts(result)[0].startswith(note)
         assert note in capsys.readouterr().err.partition("step ")[0]  # before the slow steps
-        assert "; use --amp auto" in result["notes"][0]
-    forced = trained(tmp_path / "forced", TINY, "--use-fp8 --fp8-emulate --bsz 2")["notes"]
+        assert "; use --amp auto" in remark_texts(result)[0]
+    forced = remark_texts(trained(tmp_path / "forced", TINY, "--use-fp8 --fp8-emulate --bsz 2"))
     assert any(n.startswith("bf16: this CPU has no") and n.endswith("in fp32") for n in forced)
     assert doctor.main([]) in (0, 1)
     assert "--amp auto, the default, takes fp32" in capsys.readouterr().out
@@ -150,14 +151,18 @@ def test_the_cpu_of_an_estimate_is_known_by_its_name(own_hardware):
         assert find_hardware(name).native_amp == expected
 
 
+def key_of(result: Result) -> str:
+    return identity(record_of_result(result, [], ""))
+
+
 def test_runs_of_before_stay_repeats(tmp_path):
     """The default was bf16: baselines and names leave it out, and --from says it."""
     result = Result.model_validate(trained(tmp_path, TINY, "--device cpu"))
     plain = Result.model_validate(result.model_dump() | {"args": {**result.args}})
     del plain.args["amp"]
-    assert result.args["amp"] == "bf16" and baseline_key(result) == baseline_key(plain)
+    assert result.args["amp"] == "bf16" and key_of(result) == key_of(plain)
     other = Result.model_validate(result.model_dump() | {"args": {**result.args, "amp": "off"}})
-    assert baseline_key(other) != baseline_key(plain)
+    assert key_of(other) != key_of(plain)
     (path,) = tmp_path.glob("*/result.json")
     assert parse_args(["--from", str(path)], "train.py").amp == "bf16"
 
@@ -183,5 +188,5 @@ def test_ranks_agree_and_a_resumed_run_says_a_change(tmp_path, monkeypatch, refu
     cpu_with("avx2")
     assert train_main([*TINY, *saving[:-1], tmp_path / "runs", "--quiet"]) == 0
     paths = sorted((tmp_path / "runs").glob("a*/result.json"))
-    notes = [json.loads(path.read_text())["notes"] for path in paths]
+    notes = [remark_texts(json.loads(path.read_text())) for path in paths]
     assert any("before, --amp was bf16; now it is off" in note for each in notes for note in each)

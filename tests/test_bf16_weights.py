@@ -20,7 +20,7 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.checkpoint.manifest import check_same_training, read_manifest
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests.dist_worker import Traffic
-from tests.helpers import FAMILIES, config, plan_of, run_train, words, write_config
+from tests.helpers import FAMILIES, config, plan_of, remark_texts, run_train, words, write_config
 
 FLAGS = OptimizerFlags(lr=0.01, weight_decay=0.1)
 
@@ -134,7 +134,7 @@ def test_a_run_is_in_bf16_and_goes_on_from_its_checkpoint(how, tmp_path):
     assert kinds["p"] == "BF16" and kinds["exp_avg"] == "F32"
     assert ("master" in kinds) == (how == "master")
     result = json.loads((tmp_path / "whole/result.json").read_text())
-    assert "in bf16, moments in fp32" in json.dumps(result["notes"])
+    assert "in bf16, moments in fp32" in json.dumps(remark_texts(result))
     assert run_train(*common[:-1], "off", "--output-dir", tmp_path, "--resume", saved) == 2
     # In another format if asked to: of master copies the exact values.
     for other in {"off", "stochastic", "master"} - {how}:

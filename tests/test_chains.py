@@ -63,4 +63,4 @@ def test_a_signal_saves_all_ranks_at_one_step_and_auto_goes_on(tmp_path):
     assert r.status == "ok" and r.resumed_from and r.resumed_from.step == step
     (record,) = read_records([str(out)], print, LogFacts())  # the two are one run
     assert [step for step, _ in record.losses] == list(range(402))
-    assert any("2 attempts of one run" in note for note in record.notes)
+    assert any("2 attempts of one run" in note for note in record.texts("information"))

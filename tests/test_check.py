@@ -183,6 +183,7 @@ def of_run(change):
     """Findings in a made-up run of an H200."""
     result = read_result(RUNS / "gpt2-125m-bf16/result.json")
     change(result)
+    result.judge()
     return [f"{f.what}: {f.found} -> {f.advice}" for f in findings.of_run(result)]
 
 
@@ -191,18 +192,21 @@ def throttled(**parts):
 
 
 CAUSES = {
-    "held-down clocks": (throttled(**{"thermal (hardware)": 0.3}), "thermal (hardware), in", "cooling"),
-    "power brake": (throttled(**{"power brake": 0.2}), "power brake", "power supply"),
+    "held-down clocks": (throttled(**{"thermal (hardware)": 0.3}), "down (thermal", "cooling"),
+    "power brake": (throttled(**{"power brake": 0.2}), "clocks held down (power brake)", "power supply"),
     "locked clocks": (lambda r: (throttled()(r), setattr(r.devices[0], "sm_clock_mean_mhz", 900.0)),
                       "900 of 1980 MHz", "-rgc"),
-    "shared card": (lambda r: setattr(r.devices[0], "other_processes", 2), "2 other", "doctor.py"),
-    "stolen time": (lambda r: setattr(r.metrics, "stolen_cpu_fraction", 0.2), "20%", "overbooked"),
-    "busy CPU": (lambda r: setattr(r.metrics, "other_cpu_fraction", 0.8), "took 80%", "top"),
-    "drift": (lambda r: setattr(r, "step_times_s", [0.2 + 0.001 * i for i in range(30)]),
-              "step time changed by", "--warmup-steps"),
-    "fallback kernel": (lambda r: setattr(r.observed, "mismatches", ["fp32 matmuls ran"]),
+    "shared card": (lambda r: setattr(r.metrics, "device_shared", True),
+                    "shared GPU", "doctor.py"),
+    "stolen time": (lambda r: setattr(r.metrics, "stolen_cpu_fraction", 0.2), "20%", "dedicated cores"),
+    "busy CPU": (lambda r: setattr(r.metrics, "other_cpu_fraction", 0.8), "busy CPU 80%", "top"),
+    "drift": (lambda r: (setattr(r, "step_times_s", [0.2 + 0.001 * i for i in range(30)]),
+                         setattr(r.metrics, "tokens_per_sec_per_gpu", None)),
+              "drift +", "--warmup-steps"),
+    "fallback kernel": (lambda r: r.remark("fp32 matmuls ran", "invalid", "update PyTorch"),
                         "fp32 matmuls ran", "update PyTorch"),
-    "plain attention": (lambda r: setattr(r, "attention_kernel", "math"), "plain matmuls", "head size"),
+    "a slow optimizer": (lambda r: r.remark("fallback: optimizer that is not fused", advice="y"),
+                         "not fused", "y"),
 }  # fmt: skip
 
 
@@ -320,7 +324,7 @@ def test_the_whole_check_on_this_cpu(tmp_path, capsys, monkeypatch):
     """Rates and one workload for real; without a reference it is not judged."""
     monkeypatch.setattr(machine_check, "PROBE_SECONDS", 0.01)
     monkeypatch.setattr(check, "detect_platform", lambda: "cpu")
-    argv = words("--only gpt2-tiny-fp32 --json --results none")
+    argv = words("--only gpt2-tiny-fp32 --json")
     assert check.main([*argv, "--output-dir", str(tmp_path / "out")]) == 5
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"] == "not judged" and told["count"] == 1
@@ -340,7 +344,7 @@ def test_the_whole_check_on_this_cpu(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [("--only gpt2-125", "there are gpt2-1.5b-bf16"), ("--at-least ninety", "must be a number"),
-     ("--at-least 0%", "must be above 0"), ("--author x", "--verify"),
+     ("--at-least 0%", "must be above 0"),
      ("--nodes --nproc 1", "one rank has nothing to compare"), ("--verify none.json", "cannot be read")],
 )  # fmt: skip
 def test_bad_input_is_one_line(argv, message, capsys):

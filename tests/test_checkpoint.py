@@ -32,7 +32,7 @@ from llm_train_bench.run.checkpoint import durable, lineage, saver
 from llm_train_bench.run.checkpoint.manifest import committed, verify
 from tests import faults
 from tests.faults import steps_of
-from tests.helpers import ROOT, only_result, run_train
+from tests.helpers import ROOT, only_result, remark_texts, run_train
 
 NAMED = ["--save-every", 5, "--run-name", "r"]
 AUTO = [*NAMED, "--resume", "auto"]
@@ -149,7 +149,7 @@ def test_a_state_that_is_not_finite_is_never_committed(on_nan, code, tmp_path, m
     assert train(tmp_path, *NAMED, "--on-nan", on_nan) == code
     r = result(tmp_path)
     assert steps_in(tmp_path / "r/checkpoints") == ["05"]
-    assert any("step 10 was not saved: a number in it is not finite" in n for n in r["notes"])
+    assert any("step 10 was not saved: a number in it is not finite" in n for n in remark_texts(r))
     if on_nan == "stop":
         assert r["status"] == "failed" and "last good checkpoint: step 5" in r["error"]
 
@@ -165,7 +165,7 @@ def test_a_save_that_hangs_or_fails_fails_no_run(method, sleep_s, note, tmp_path
 
     monkeypatch.setattr(durable.Files, method, fail)
     assert train(tmp_path, *NAMED, "--save-timeout", 0.2) == 0
-    assert any(note in n for n in result(tmp_path)["notes"])
+    assert any(note in n for n in remark_texts(result(tmp_path)))
     assert not list((tmp_path / "r/checkpoints").glob("step*"))
     monkeypatch.undo()
     assert train(tmp_path, *AUTO) == 0  # the next attempt saves
@@ -251,7 +251,7 @@ def test_a_restart_without_word_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert train(tmp_path / "runs", *NAMED) == 0
     r = result(tmp_path / "runs", 1)
-    assert "restart 2: no attempt before it got so far as to save" in r["notes"]
+    assert "restart 2: no attempt before it got so far as to save" in remark_texts(r)
     assert r["resumed_from"] is None
 
 
@@ -300,7 +300,7 @@ def test_the_name_of_a_later_attempt_means_the_same_run(tmp_path):
     for number, name in enumerate(("r", "r", "r-restart1")):
         assert train(tmp_path, *AUTO, "--run-name", name, dies=7 + 5 * number) == 1
         results.append(result(tmp_path, number))
-    assert "no checkpoint of r; starts from 0" in results[0]["notes"]
+    assert "no checkpoint of r; starts from 0" in remark_texts(results[0])
     lines = [r["lineage"] for r in results]
     assert [(x["attempt"], x["name"]) for x in lines] == [(0, "r"), (1, "r"), (2, "r")]
     assert len({x["id"] for x in lines}) == 1
@@ -354,7 +354,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(tmp_path):
     r = result(tmp_path, 1)
     assert r["resumed_from"]["step"] == 5 and r["metrics"]["n_checkpoints"] == 3
     why = "is left out: rank00000.safetensors is not what was written"
-    assert any(why in note for note in r["notes"])
+    assert any(why in note for note in remark_texts(r))
     assert len(list(place.glob("damaged-step-00000010-*"))) == 1
     assert steps_in(place) == ["15", "20"]
 
@@ -477,7 +477,9 @@ def test_dropout_in_another_layout_draws_numbers_of_its_own(saved, tmp_path, mon
     for step in ("05", "10"):
         other = ["--bsz", "2", "--grad-acc-steps", "2", "--run-name", step]
         assert train(tmp_path, "--resume", saved / f"checkpoints/step-000000{step}", *other) == 0
-        assert any("dropout draws other numbers" in n for n in result(tmp_path, 0, step)["notes"])
+        assert any(
+            "dropout draws other numbers" in n for n in remark_texts(result(tmp_path, 0, step))
+        )
     assert train(tmp_path, "--run-name", "0") == 0
     assert len(set(seeds)) == 3
 

@@ -23,7 +23,7 @@ from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.ratios import Prices
 from llm_train_bench.compare.ratios import compare as compare_records
 from llm_train_bench.compare.records import LogFacts, Record
-from llm_train_bench.results.result_files import read_result
+from llm_train_bench.compare.setting import identity, repeats
 from tests import fuzz
 from tests.helpers import ROOT, python, run_train, words
 
@@ -156,7 +156,7 @@ def test_directories_are_searched_and_strangers_named(tmp_path, capsys, run_of):
     rows = {name.strip(): number.strip() for name, number in rows}
     assert rows["bucket-cap-mb 25.0"] == "2" and rows["bucket-cap-mb 1.0"] == rows["t"] == "1"
     assert "notes.txt: no line of Megatron-Bridge, " in printed.err
-    assert "table.csv: is of a known kind, but cannot be parsed: Error: field larger" in printed.err
+    assert "table.csv: is no metrics.csv (step, ...)" in printed.err
     assert "other.json: is no result.json of ours" in printed.err and "image.png" not in printed.err
 
 
@@ -204,7 +204,8 @@ def test_settings_are_named_by_what_differs(run_of):
     assert set(names) == {"bsz 3, sac 1/2", "bsz 2, sac 1/2", "bsz 2, no sac"}
     assert names["bsz 2, no sac"].is_reference
     pooled = names["bsz 2, sac 1/2"].record
-    assert len(pooled.rates) == 1 and "left out y: status oom" in pooled.notes
+    assert len(pooled.rates) == 1
+    assert pooled.texts("disturbed") == ["1 of 2 runs left out: y (status oom)"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_settings_are_named_by_what_differs(run_of):
 )  # fmt: skip
 def test_what_is_not_alike_is_marked_and_not_mixed(tmp_path, changes, mark, run_of):
     rows = rows_of(run_of("a"), run_of("b", speed=2, args__bucket_cap_mb=1.0, **changes))
-    assert rows["b"].marks == [mark] and rows["b"].verdict == "not compared"
+    assert rows["b"].not_compared == [mark] and rows["b"].verdict == "not compared"
     assert rows["b"].ratio is None
     # It is no reference either where another run can be.
     if not mark.startswith(("lr", "another")):
@@ -238,14 +239,14 @@ def test_memory_that_cuda_graphs_hide_counts(compiled, mode, memory, result, run
     run = run_of("a", args__pt_compile=compiled, args__compile_mode=mode, **gib)
     (row,) = rows_of(run).values()
     assert (row.record.memory_gib, row.record.memory_kind) == memory
-    assert gate.entry_of([read_result(run / "result.json")]).memory_gib == memory[0]
+    assert gate.figures_of([row.record]).memory_gib == memory[0]
 
 
 def test_settings_may_differ_unless_all_must_be_identical(runs_of):
     paths = runs_of("a", args__bucket_cap_mb=25.0)
     paths += runs_of("b", 1.5, args__pt_compile=True, batch__global_batch=4)
     assert rows_of(*paths)["b-0"].verdict == "faster"
-    marks = rows_of(*paths, identical=True)["b-0"].marks
+    marks = rows_of(*paths, identical=True)["b-0"].not_compared
     assert any("global_batch 2 / 4" in m for m in marks) and any("pt_compile" in m for m in marks)
 
 
@@ -301,29 +302,39 @@ def test_names_command_neither_terminal_nor_spreadsheet_nor_browser(tmp_path, ou
     assert r"calibrated: by \x1b]52" in shown and "\x1b" not in shown
 
 
-def test_a_sweep_is_read_once_wherever_it_lies(result, tmp_path, capsys, run_of):
-    """If moved, its rows name runs that lie elsewhere; if killed, it has probes but no CSV yet."""
-    run = run_of("s/runs/x-1-0")
+def test_of_a_sweep_its_runs_are_read(tmp_path, capsys, run_of):
+    """Not its probes, and not its tables."""
+    run_of("s/runs/x-1-0")
     run_of("s/probes/x-1-probe")
     (tmp_path / "s" / "rows.jsonl").write_text("")
+    (tmp_path / "s" / "runs.csv").write_text("key,status,model\nx-1-0,ok,gpt2-tiny\n")
     assert [r.label for r in records_of(tmp_path / "s")] == ["x-1-0"]
-    text = "key,status,model,tokens_per_sec,result\n"
-    text += f"x-1-0,ok,gpt2-tiny,640,elsewhere/{run.name}/result.json\n"
-    (tmp_path / "s" / "results.csv").write_text(text)
-    (record,) = records_of(tmp_path / "s")
-    assert record.path.endswith("result.json")
+    with pytest.raises(UsageError, match="table of a sweep; give its directory"):
+        records_of(tmp_path / "s" / "runs.csv")
 
 
-def test_rows_of_a_csv_keep_their_axes(tmp_path):
-    path = tmp_path / "results.csv"
-    path.write_text(
-        "key,status,model,seq_len,lr,pt_compile,tokens_per_sec,tokens_per_sec_per_gpu\n"
-        "a,ok,m,32,0.0006,False,100,100\nb,ok,m,32,0.01,False,120,120\nc,ok,m,32,0.0006,True,90,90\n"
+def test_an_impossible_figure_of_a_strangers_log_is_no_reference(tmp_path, output_of, capsys):
+    """An eighth of the GPUs: eight times the MFU. It is said, and never averaged or compared."""
+    shutil.copy(LOGS / "primus.log", tmp_path / "a.log")
+    text = (LOGS / "suite.json").read_text()
+    right = records_of(tmp_path / "a.log")[0]
+    assert (right.invalid == [] and right.mfu is None) or right.mfu < 1
+    content = json.loads(text)
+    content["training_config"] |= {"num_parameters": 8e9, "num_layers": 32, "hidden_size": 4096,
+                                   "num_gpus": 1}  # fmt: skip
+    content["step_times"] = [t / 60 for t in content["step_times"]]
+    (tmp_path / "b.json").write_text(json.dumps(content))
+    (wrong,) = records_of(tmp_path / "b.json")
+    assert wrong.mfu > 2 and wrong.invalid[0].startswith("faster than its peak: an MFU of ")
+    slower = changed(SUITE, label="c")
+    (tmp_path / "c.json").write_text(json.dumps(slower))
+    rows = rows_of(tmp_path / "b.json", tmp_path / "c.json", reference=None)
+    for name, row in rows.items():
+        assert row.is_reference == (name == "c") or row.group != rows["c"].group, name
+    assert compare.main([str(tmp_path / "b.json")]) == 0
+    assert (
+        "the number of GPUs, the hardware, the batch or the parameters" in capsys.readouterr().err
     )
-    _, b, c = compare_records(records_of(path), NONE, None)
-    assert b.marks == ["lr 0.0006 / 0.01"] and not c.marks
-    _, _, c = compare_records(records_of(path), NONE, None, identical=True)
-    assert c.marks == ["pt_compile False / True"] and "pt_compile=True" in c.record.settings
 
 
 def test_all_files_are_written(tmp_path, output_of, runs_of):
@@ -376,13 +387,7 @@ def test_the_report_in_a_browser(tmp_path, runs_of):
     argv.append(f"file://{out}/driven.html")
     dumped = subprocess.run(argv, capture_output=True, text=True, timeout=120).stdout
     title = re.search("<title>(.*?)</title>", dumped)[1]
-    assert "ERROR" not in title and "| 3 plots | sac 1/2: faster |" in title and "3 runs" in title
-    # The other as reference: the ratio is turned round, with an interval made in the page.
-    shown = re.search(r"\| no sac: slower 0\.7\d\d \[([\d.]+), ([\d.]+)\]", title).groups()
-    rows = compare_records(records_of(*paths), NONE, None, "sac 1/2")
-    (other,) = [r for r in rows if not r.is_reference]
-    interval = [other.ratio_low, other.ratio_high]
-    assert list(map(float, shown)) == pytest.approx(interval, abs=0.01)
+    assert "ERROR" not in title and "| 3 plots | sac 1/2: faster " in title and "3 runs" in title
 
 
 def test_a_directory_without_a_result_is_named_last(capsys):
@@ -416,17 +421,19 @@ def test_a_report_says_in_words_the_fastest_and_the_leanest(monkeypatch):
 def baselines(tmp_path, runs_of):
     path = tmp_path / "baselines.json"
     runs_of("old/old", spread=0.002, n=5, args__bucket_cap_mb=25.0)
-    assert compare.main(words(tmp_path / "old", "--baseline", path, "--update-baselines")) == 0
+    assert compare.main(words(tmp_path / "old", "--save", path)) == 0
     return path
 
 
-def test_baselines_say_where_they_come_from(baselines):
-    (entry,) = gate.read_baselines(baselines, must_exist=True).values()
-    assert entry.tokens_per_sec_per_gpu == pytest.approx(640) and entry.low < 640 < entry.high
-    assert entry.n_runs == 5 and entry.noise_degrees == 4
-    assert entry.noise == pytest.approx(0.002 * 2.5**0.5)
-    origin = entry.provenance
-    assert origin.run == "old-0" and origin.git_sha and origin.command and origin.software["torch"]
+def test_baselines_are_runs(baselines):
+    figures = gate.figures_of(records_of(baselines))
+    assert figures.tokens_per_sec_per_gpu == pytest.approx(640) and figures.low < 640 < figures.high
+    assert figures.rate.n == 5 and figures.rate.degrees == 4
+    assert figures.rate.std / 640 == pytest.approx(0.002 * 2.5**0.5)
+    record = records_of(baselines)[0]
+    assert record.provenance["torch"] and record.provenance["command"].startswith(
+        "train.py configs/"
+    )
 
 
 @pytest.fixture
@@ -437,10 +444,10 @@ def judged(output_of):
     )
 
 
-UNFIT = [
+UNUSABLE = [
     ({"status": "oom"}, "status oom"),
-    ({"args__profile": True}, "profiled"),
-    ({"args__nsys_start": 3}, "profiled"),
+    ({"args__profile": True, "args__profile_start": 5}, "profiled in the window"),
+    ({"args__nsys_start": 3, "args__nsys_end": 5}, "profiled in the window"),
     ({"fp8": EMULATED}, "FP8 emulated"),
     ({"metrics__window_compile_s": 0.5}, "compiled in the window"),
     ({"metrics__window_graphs_recorded": 1}, "CUDA graphs recorded in the window"),
@@ -450,8 +457,9 @@ UNFIT = [
     ({"metrics__tokens_per_sec_per_gpu": -5.0}, "the rate does not match the step times"),
     ({"metrics__tokens_per_sec_per_gpu": 2500.0}, "the rate does not match the step times"),
     ({"step_times_s": [0.0] * 40}, "impossible step times"),
-    ({"metrics__step_time_ci95_low_s": 9.0}, "an impossible rate or interval"),
-    ({"step_times_s": [0.1] * 13 + [0.02] * 27}, "step time changed by"),
+    ({"metrics__step_time_ci95_low_s": 9.0}, "an impossible interval"),
+    ({"step_times_s": [0.1] * 13 + [0.02] * 27, "metrics__tokens_per_sec_per_gpu": 64 / 0.046},
+     "step time changed by"),
     ({"metrics__peak_reserved_gib": 90.0, "device__memory_gib": 80.0}, "more memory than its device"),
     ({"devices": [{"rank": 0, "average_power_w": 720.0, "power_limit_w": 600.0}]},
      "more power than its limit"),
@@ -459,9 +467,7 @@ UNFIT = [
     ({"metrics__first_loss": 7.1}, "first loss not that of random values"),
     ({"observed": OBSERVED | {"mismatches": [MISMATCH]}}, MISMATCH),
 ]  # fmt: skip
-NEW = (
-    r": new; --update-baselines adds one\nNOT MEASURED Invented CPU 9000 .* bsz 2.*\nNOTHING JUDGED"
-)
+NEW = r": new; --save FILE adds one\nNOT MEASURED Invented CPU 9000 .* bsz 2.*\nNOTHING JUDGED"
 
 
 @pytest.mark.parametrize(
@@ -483,18 +489,18 @@ NEW = (
         ({"args__bsz": 3}, "NO BASELINE", NEW, 5),
         ({"model__hash": "y" * 16}, "NO BASELINE", NEW, 5),
         ({"device__count": 2, "metrics__tokens_per_sec_per_gpu": 320.0}, "NO BASELINE",
-         ": new; --update-baselines adds one\nNOTHING JUDGED", 5),
-        *((changes, "UNFIT, left out", f": new: {why}", 5) for changes, why in UNFIT),
+         ": new; --save FILE adds one\nNOTHING JUDGED", 5),
+        *((changes, "UNUSABLE, left out", f": new: {why}", 5) for changes, why in UNUSABLE),
     ],
 )  # fmt: skip
-def test_gate(judged, baselines, changes, status, text, code, run_of):
+def test_gate(judged, output_of, baselines, changes, status, text, code, run_of):
     run, before = run_of("new/new", **changes), baselines.read_text()
     setting = r"Invented CPU 9000 \(avx2 .*gpt2-tiny, train.py, T 32"
     out = judged(baselines, run, code=code)
     assert re.match(f"{status} {setting}.*{text}", out, re.DOTALL), out
-    if status.startswith("UNFIT"):
-        out = judged(baselines, run, "--update-baselines", code=5)
-        assert f"UNFIT{text[1:]}" in out and baselines.read_text() == before
+    if status.startswith("UNUSABLE"):
+        out = output_of(compare.main, run, "--save", baselines, code=5)
+        assert f"left out new: {text[7:]}" in out and baselines.read_text() == before
 
 
 def test_nothing_passes_that_was_not_judged(judged, tmp_path, runs_of):
@@ -502,7 +508,7 @@ def test_nothing_passes_that_was_not_judged(judged, tmp_path, runs_of):
     path = tmp_path / "b.json"
     first, *others = (runs_of(f"v{i}", args__bucket_cap_mb=i + 1.0) for i in range(6))
     six = sum(others, first)
-    judged(path, six, "--update-baselines")
+    assert compare.main(words(six, "--save", path)) == 0
     judged(path, six)
     assert judged(path, first, code=5).count("NOT MEASURED") == 5
     judged(path, first, "--allow missing")
@@ -511,8 +517,9 @@ def test_nothing_passes_that_was_not_judged(judged, tmp_path, runs_of):
     judged(path, six, new, "--allow new")
     # A baseline of another machine is for that machine to measure.
     content = json.loads(path.read_text())
-    entry = next(iter(content["baselines"].values()))
-    content["baselines"]["Other GPU / gpt2-tiny / 1 / 0123456789ab"] = entry
+    entry = copy.deepcopy(content["settings"][0])
+    entry["runs"][0]["result"]["device"]["hardware"] = "Other GPU"
+    content["settings"].append(entry | {"runs": entry["runs"][:1]})
     path.write_text(json.dumps(content))
     judged(path, six)
 
@@ -520,26 +527,20 @@ def test_nothing_passes_that_was_not_judged(judged, tmp_path, runs_of):
 def test_repeats_are_judged_together_and_entries_have_tolerances(judged, tmp_path, runs_of):
     path = tmp_path / "b.json"
 
-    def only_entry() -> gate.Entry:
-        (entry,) = gate.read_baselines(path, must_exist=True).values()
-        return entry
-
-    judged(path, runs_of("old/a", n=5), "--update-baselines")
+    assert compare.main(words(runs_of("old/a", n=5), "--save", path)) == 0
     # Runs that differ are noise; all of them slow is not.
     assert ": a-0 and 4 more: " in judged(path, runs_of("now/a", spread=0.01, n=5))
     slow = runs_of("slow/a", speed=0.92, spread=0.002, n=5)
     judged(path, slow, code=1)
     content = json.loads(path.read_text())
-    next(iter(content["baselines"].values()))["tolerance"] = 0.1
+    content["settings"][0]["tolerance"] = 0.1
     path.write_text(json.dumps(content))
     judged(path, slow)
-    judged(path, slow, "--update-baselines")
-    # A single run keeps the noise that is known.
-    noise = only_entry().noise
-    renamed = shutil.copy(slow[0] / "result.json", tmp_path / "a-result")
-    judged(path, renamed, "--update-baselines")
-    single = only_entry()
-    assert single.n_runs == 1 and single.noise == noise > 0 and single.tolerance == 0.1
+    # A result.json by another name, without its steps.
+    renamed = shutil.copy(slow[0] / "result.json", tmp_path / "a-result.json")
+    assert compare.main(words(renamed, "--save", path)) == 0
+    (single,) = records_of(path)
+    assert single.tolerance == 0.1
 
 
 def test_a_flag_that_is_newer_than_a_result_had_its_default(run_of):
@@ -548,7 +549,7 @@ def test_a_flag_that_is_newer_than_a_result_had_its_default(run_of):
         run_of("new"),
         run_of("low", args__bf16_weights="master"),
     )
-    assert any("bf16_weights off / master" in mark for mark in rows["low"].marks)
+    assert any("bf16_weights off / master" in mark for mark in rows["low"].not_compared)
 
 
 def test_fp8_by_transformer_engine_is_held_against_its_modules_without_it(run_of):
@@ -564,7 +565,7 @@ def test_fp8_by_transformer_engine_is_held_against_its_modules_without_it(run_of
     def remarks(*runs):
         rows = rows_of(*runs)
         assert rows["plain"].is_reference and rows["fp8"].ratio == pytest.approx(1.5)
-        return {name: "; ".join(row.record.remarks) for name, row in rows.items()}
+        return {name: "; ".join(row.remarks) for name, row in rows.items()}
 
     without = remarks(*runs)
     assert "Transformer Engine's fused norms too" in without["fp8"]
@@ -579,8 +580,8 @@ def test_fp8_by_transformer_engine_is_held_against_its_modules_without_it(run_of
     assert found.startswith("FP8 alone, against ") and "linear te" in found and "1.200" in found
 
 
-def test_runs_for_which_auto_chose_another_library_are_no_repeats(run_of):
-    """Whether --linear auto took oneDNN is not in the flags, and is a matter of speed.
+def test_runs_for_which_auto_chose_another_library_are_rows_of_their_own(run_of):
+    """What --linear auto took is a condition, like software: shown, and no part of the identity.
 
     Where there was no choice, PyTorch's own library ran.
     """
@@ -588,8 +589,7 @@ def test_runs_for_which_auto_chose_another_library_are_no_repeats(run_of):
     runs = [run_of(f"a-{i}", linear=way) for i, way in enumerate(ways)]
     rows = rows_of(*runs).values()
     assert sorted(row.record.setting for row in rows) == ["linear onednn", "linear plain"]
-    keys = [gate.baseline_key(read_result(run / "result.json")) for run in runs]
-    assert keys[0] == keys[1] != keys[2] == keys[3]
+    assert len({identity(r) for r in records_of(*runs)}) == 1
 
 
 def test_verdicts_for_a_pull_request_and_for_a_chart(baselines, tmp_path, output_of, run_of):
@@ -637,22 +637,36 @@ def test_the_gate_in_other_peoples_tests(baselines, tmp_path, run_of):
 def test_what_devices_say_is_judged_too(field, figures, text, code, judged, runs_of, tmp_path):
     path = tmp_path / "b.json"
     a, b, c = (runs_of(f"{x}/x", devices=[{"rank": 0, field: x}]) for x in figures)
-    judged(path, a, "--update-baselines")
+    assert compare.main(words(a, "--save", path)) == 0
     judged(path, b)
     assert re.search(text, judged(path, c, code=code))
     if field == "power_limit_w":
         both, low = compare_records(records_of(*a, *b, *c), NONE, None)
-        assert both.marks == [] and len(both.record.rates) == 6
-        assert low.marks == ["power limit 700 / 690 W"]
+        assert both.not_compared == [] and len(both.record.rates) == 6
+        assert low.not_compared == ["power limit 700 / 690 W"]
 
 
 def test_what_got_slower_says_what_changed(judged, result, tmp_path, run_of, runs_of):
     libraries = json.loads((result / "result.json").read_text())["environment"]["libraries"]
     before = runs_of("a", environment__libraries=libraries | {"torch": "0.1"}, **SAME)
-    judged(tmp_path / "b.json", before, "--update-baselines")
+    assert compare.main(words(before, "--save", tmp_path / "b.json")) == 0
     after = run_of("after", speed=0.8, environment__image={"name": "new:1", "digest": None})
     out = judged(tmp_path / "b.json", after, code=1)
     assert f"; since then image none -> new:1, torch 0.1 -> {libraries['torch']}" in out
+
+
+def test_a_slower_image_is_seen(judged, tmp_path, run_of):
+    """Another image has other variables: three runs that are 5.6 % slower are no new setting."""
+    settings = {"CUDA_VERSION": "13.0.1", "NCCL_VERSION": "2.27", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    before = [run_of(f"old/{i}", 1 + i / 1e3, environment__settings=settings) for i in range(3)]
+    assert compare.main(words(before, "--save", tmp_path / "b.json")) == 0
+    newer = settings | {"CUDA_VERSION": "13.1.0", "NVTE_FRAMEWORK": "1"}
+    after = [
+        run_of(f"new/{i}", (1 + i / 1e3) * 0.944, environment__settings=newer) for i in range(3)
+    ]
+    for allow in ("", "--allow new"):
+        out = judged(tmp_path / "b.json", after, allow, "--tolerance 2%", code=1)
+        assert out.startswith("SLOWER ") and "CUDA_VERSION 13.0.1 -> 13.1.0" in out
 
 
 def test_repeats_that_are_unfit_are_no_pass(judged, baselines, run_of):
@@ -673,11 +687,11 @@ def test_renamed_results_are_judged_too(judged, baselines, tmp_path, run_of):
 def test_baselines_are_written_though_nobody_reads_the_lines(tmp_path, run_of):
     for i in range(40):
         run_of(f"runs/n{i}", args__bucket_cap_mb=float(i + 1))
-    command = f"{sys.executable} compare.py {tmp_path}/runs --baseline {tmp_path}/b.json"
-    shell = f"{command} --update-baselines | head -1"
+    command = f"{sys.executable} compare.py {tmp_path}/runs --save {tmp_path}/b.json"
+    shell = f"{command} | head -1"
     done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.count("\n") == 1
-    assert len(json.loads((tmp_path / "b.json").read_text())["baselines"]) == 40
+    assert len(json.loads((tmp_path / "b.json").read_text())["settings"]) == 40
 
 
 def test_a_report_says_where_runs_come_from_and_names_no_place(result, tmp_path, output_of, run_of):
@@ -706,32 +720,33 @@ def test_a_report_says_where_runs_come_from_and_names_no_place(result, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("changes", "same_baseline", "same_setting"),
+    ("changes", "same_baseline", "same_row"),
     [({"args__n_steps": 999}, True, True), ({"args__lr": 1.0}, False, False),
      # A flag that an older version did not have.
-     ({"args__grad_clip": GONE}, True, False), ({"args__grad_clip": 0.5}, False, False),
-     ({"environment__torch_threads": 77}, False, False),
-     ({"environment__settings": {"NCCL_ALGO": "Ring"}}, False, False),
-     # The gate holds versions against each other.
+     ({"args__grad_clip": GONE}, True, True), ({"args__grad_clip": 0.5}, False, False),
+     ({"args__pp_layers": GONE}, True, True),
+     # The gate holds versions and machines against each other, and rows are apart.
+     ({"environment__torch_threads": 77}, True, False),
+     ({"environment__settings": {"NCCL_ALGO": "Ring"}}, True, False),
      ({"environment__python": "3.99"}, True, False),
      ({"environment__git_dirty": True, "environment__git_diff": "0123456789"}, True, False)],
 )  # fmt: skip
-def test_what_a_baseline_and_a_setting_are_of(changes, same_baseline, same_setting, run_of):
+def test_what_a_baseline_and_a_row_are_of(changes, same_baseline, same_row, run_of):
     """Else an edited copy, or more threads, would be averaged with what it should be held against."""
     clean = {"environment__git_dirty": False}
     runs = run_of("a", **clean), run_of("b", **clean | changes)
-    a, b = (gate.baseline_key(read_result(run / "result.json")) for run in runs)
+    a, b = map(identity, records_of(*runs))
     assert (a == b) == same_baseline
-    assert (len(compare_records(records_of(*runs), NONE, None)) == 1) == same_setting
+    assert (len(compare_records(records_of(*runs), NONE, None)) == 1) == same_row
 
 
 def test_shipped_baselines_are_readable():
-    with pytest.raises(UsageError, match="no such file"):
-        gate.read_baselines(ROOT / "configs/none.json", must_exist=True)
-    shipped = gate.read_baselines(ROOT / "configs/baselines.json", must_exist=True)
-    models = {key.split(" / ")[1] for key in shipped}
-    assert models >= {"gpt2-tiny", "llama-tiny", "moe-tiny"}
-    assert all(entry.n_runs >= 2 and entry.noise > 0 for entry in shipped.values())
+    with pytest.raises(UsageError, match="cannot be read"):
+        gate.judge_all(["tests/sample"], ROOT / "configs/none.json", 0.05)
+    shipped = records_of(ROOT / "configs/baselines.json")
+    assert {r.model for r in shipped} >= {"gpt2-tiny", "llama-tiny", "moe-tiny"}
+    settings = repeats(shipped)
+    assert all(len(runs) >= 2 and not any(map(gate.unusable, runs)) for runs in settings)
 
 
 def test_no_number_is_cut_and_no_column_is_empty(tmp_path, output_of, monkeypatch, run_of):

@@ -129,7 +129,7 @@ def a_run(tmp_path_factory):
         (out / name).mkdir(exist_ok=True)
         (out / name / "steps.jsonl").touch()
         (out / name / "result.json").write_text(json.dumps(content))
-    argv = words(out, "--update-baselines --baseline", out / "baselines.json")
+    argv = words(out, "--save", out / "baselines.json")
     assert compare.main(argv) == 0
     return out
 

@@ -50,7 +50,7 @@ from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, Script, defaults
 from llm_train_bench.settings.plan import make_plan
 from tests.dist_worker import Traffic
-from tests.helpers import ROOT, plan_of, run_train, trained, words
+from tests.helpers import ROOT, plan_of, remark_texts, run_train, trained, words
 from tests.processes import forked
 
 H100 = find_hardware("h100")
@@ -1066,7 +1066,7 @@ def test_bsz_auto_runs_on_a_cpu_and_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "free_gib", lambda device, ranks: 0.05)
     result = trained(tmp_path, RUN, "--bsz auto")
     assert result["args"]["bsz"] == result["batch"]["micro_batch"] > 4
-    assert any("--bsz auto" in note for note in result["notes"])
+    assert any("--bsz auto" in note for note in remark_texts(result))
 
 
 if __name__ == "__main__":

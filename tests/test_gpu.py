@@ -30,7 +30,15 @@ from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
-from tests.helpers import ROOT, only_result, plan_of, read_steps, run_train, write_config
+from tests.helpers import (
+    ROOT,
+    only_result,
+    plan_of,
+    read_steps,
+    remark_texts,
+    run_train,
+    write_config,
+)
 from tests.test_combinations import ONLY_ON_A_GPU
 from tests.test_combinations import flags as cell_flags
 from tests.test_combinations import name as cell_name
@@ -128,7 +136,7 @@ def test_toggles_compute_the_same(flags, tmp_path, plain):
     fused = ["gelu_backward", "join_heads", "norm_backward"]
     assert sorted(triton) == fused * ("--fused-backward" in flags)
     if {"reduce-overhead", "max-autotune"} & set(flags):
-        assert not any("recorded again" in note for note in r["notes"]), r["notes"]
+        assert not any("recorded again" in note for note in remark_texts(r)), remark_texts(r)
         assert r["memory"] is None
 
 
@@ -177,7 +185,7 @@ def test_cells_of_the_table_that_need_a_gpu(cell, tmp_path, plain):
     r = only_result(tmp_path)
     assert (r["fp8"] or {"backend": "off"})["backend"] == cell.fp8
     assert (r["metrics"]["n_compiled_graphs"] or 0) > 0 or cell.compile == "off"
-    assert not any("without CUDA graphs" in note for note in r["notes"])
+    assert not any("without CUDA graphs" in note for note in remark_texts(r))
 
 
 @pytest.mark.parametrize("policy", ["block", "op"])
@@ -484,7 +492,7 @@ def test_profile_of_compiled_steps(flags, tmp_path):
     (path,) = (tmp_path / "x").glob("*/trace/*.json.gz")
     launched = re.search(b'"(cuda|hip)GraphLaunch"', gzip.decompress(path.read_bytes()))
     assert bool(launched) == ("reduce-overhead" in flags)
-    assert not any("without CUDA graphs" in note for note in r["notes"])
+    assert not any("without CUDA graphs" in note for note in remark_texts(r))
 
 
 def test_nsys_range_runs_without_nsys(tmp_path):

@@ -32,7 +32,7 @@ from llm_train_bench.parallel.ranks import Ranks
 from llm_train_bench.results.schema import Result
 from llm_train_bench.run import launch, window
 from tests import fuzz
-from tests.helpers import trained
+from tests.helpers import remark_texts, trained
 
 DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
 
@@ -178,9 +178,8 @@ def test_a_result_of_ranks_that_share_a_gpu_is_marked(monkeypatch, tmp_path):
             "configs/gpt2-tiny.json --device cpu --bsz 1 --seq-len 8 --n-steps 1 --warmup-steps 1"
         )
         r = trained(tmp_path / uuids[1], flags, "--warmup-seconds 0 --no-tensorboard")
-        assert ("ranks share a GPU" in r["unfit_reasons"]) == shared
-        assert any(note.startswith("2 ranks share a GPU") for note in r["notes"]) == shared
-        assert ("ranks share a GPU" in Result.model_validate(r).unfit) == shared
+        assert ("ranks share a GPU" in Result.model_validate(r).invalid) == shared
+        assert any("2 ranks share a GPU" in note for note in remark_texts(r)) == shared
 
 
 def test_ranks_share_the_threads_of_a_cpu(own_hardware, monkeypatch):

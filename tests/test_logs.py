@@ -36,7 +36,7 @@ def record_of(path, text=None, **facts) -> Record:
 def test_files_of_other_suites(name):
     expected = dict(EXPECTED[name])
     (r,) = records_of(EXCERPT_DIR / name, facts=facts_of_all(**expected.pop("facts", {})))
-    assert expected.pop("note", "") in " ".join(r.notes)
+    assert expected.pop("note", "") in " ".join(r.texts("information"))
     assert not any(getattr(r, field) for field in expected.pop("unknown", []))
     losses, rates = ([list(point) for point in curve] for curve in (r.losses, r.learning_rates))
     curves = {"losses": losses, "n_losses": len(losses), "first_step": (losses or [[None]])[0][0]}
@@ -121,7 +121,7 @@ def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path)
     path = tmp_path / "x.log"
     record = record_of(path, "\n".join(first + last), seq_len=4096)
     assert (record.n_gpus, record.tokens_per_sec_per_gpu) == (16, 2048 * 4096 / 0.5 / 16)
-    assert len(record.losses) == 12 and "59 lines of earlier ones" in record.notes[0]
+    assert len(record.losses) == 12 and "59 lines of earlier ones" in record.remarks[0].text
     # Resumed from a checkpoint, without a header.
     for before, after in (
         ([10, 20, 30], [10, 20]), ([1, 2, 3, 4, 5], [1, 10, 20, 30]), ([1, 2], [1, 2, 3]),
@@ -157,9 +157,9 @@ def test_a_run_that_diverged_is_marked(tmp_path):
     lines = megatron_lines(range(1, 21), 100.0)
     diverged = lines[:10] + [line.replace("1.3E+01", "nan") for line in lines[10:]]
     record = record_of(tmp_path / "x.log", "\n".join(diverged), seq_len=4096)
-    assert record.marks == ["loss not finite"] and len(record.losses) == 20
+    assert record.invalid == ["loss not finite"] and len(record.losses) == 20
     record = record_of(tmp_path / "x.log", "\n".join(lines), seq_len=4096)
-    assert record.marks == [] and record.losses[0] == (1, 13.0)
+    assert record.invalid == [] and record.losses[0] == (1, 13.0)
 
 
 def test_text_that_is_no_log():

@@ -17,7 +17,7 @@ from llm_train_bench.model.init import materialize
 from llm_train_bench.model.lora import adapters_of, apply_lora
 from llm_train_bench.model.shapes import Lora
 from llm_train_bench.model.transformer import Transformer
-from tests.helpers import FAMILIES, config, plan_of, trained, words
+from tests.helpers import FAMILIES, config, plan_of, remark_texts, trained, words
 from tests.test_parity import reference, some_tokens
 
 T, CPU = 24, torch.device("cpu")
@@ -110,7 +110,7 @@ def test_a_run_trains_adapters_alone_and_exports_them(flags, tmp_path):
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(FAMILIES["llama"]))
     run = trained(tmp_path / "runs", path, RUN, flags, "--export --lr 1e-2 --lr-warmup-steps 0")
-    m, (note,) = run["metrics"], [n for n in run["notes"] if n.startswith("LoRA")]
+    m, (note,) = run["metrics"], [n for n in remark_texts(run) if n.startswith("LoRA")]
     base = "bf16" if flags == "--amp bf16" else "fp32"
     assert f"trained in fp32, all others frozen in {base}" in note
     assert m["final_loss"] < m["first_loss"] + 0.2 and m["flops_per_token_nemo"]

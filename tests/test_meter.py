@@ -18,16 +18,15 @@ from torch import nn
 import llm_train_bench
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_command, without_secrets
-from llm_train_bench.compare.gate import baseline_key, setting_of
-from llm_train_bench.compare.ratios import _key
 from llm_train_bench.compare.read_results import read_ours
+from llm_train_bench.compare.setting import identity, name_by_itself
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.json_keys import ConfigError
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import meter as meter_module
 from llm_train_bench.run.meter import Meter
-from tests.helpers import FAMILIES, ROOT, only_result, read_steps, trained
+from tests.helpers import FAMILIES, ROOT, only_result, read_steps, remark_texts, trained
 
 TINY = str(ROOT / "configs/gpt2-tiny.json")
 SMALL = {"tokens_per_step": 32, "warmup_steps": 2, "n_steps": 3}
@@ -80,13 +79,13 @@ def test_a_loop_has_the_figures_of_train_py(tmp_path):
     assert theirs["metrics"]["model_tflops_per_gpu"] == pytest.approx(ideal)
     # One product of each linear layer and the head forward, and two backward (but not the first's).
     assert sum(theirs["observed"]["matmuls"].values()) == sum(own["observed"]["matmuls"].values())
-    assert theirs["observed"]["fallbacks"] == []
+    assert not any("fallback" in text for text in remark_texts(theirs))
     lines = read_steps(tmp_path)
     assert [s["phase"] for s in lines] == ["warmup"] + 3 * ["measure"]
     assert theirs["metrics"]["first_loss"] == lines[0]["loss"] > 0
     assert list((meter.directory / "tensorboard").iterdir())
     record = read_ours(theirs, meter.directory / "result.json")
-    assert record.marks == [] and record.tokens_per_sec_per_gpu and record.step_times_s
+    assert record.invalid == [] and record.tokens_per_sec_per_gpu and record.step_times_s
 
 
 def test_step_times_add_up_and_hold_the_time_between_steps(tmp_path):
@@ -152,7 +151,7 @@ def test_a_loop_of_any_length(measured, tmp_path, steps, measured_steps, note):
     r = measured(steps, lambda step, i: embed(torch.arange(8).view(2, 4)).sum().backward())
     assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == measured_steps
     assert len(read_steps(tmp_path)) == min(steps, 5)
-    assert note is None or note in r["notes"]
+    assert note is None or note in remark_texts(r)
     assert (r["observed"] is not None) == (steps > 5)
     if steps > 5:  # no attention ran, and the look-up has four tokens a sample
         assert r["observed"]["attention"] == {"forward": [], "backward": []}
@@ -160,11 +159,11 @@ def test_a_loop_of_any_length(measured, tmp_path, steps, measured_steps, note):
 
 
 def test_losses_that_are_unknown_and_not_finite(measured, tmp_path):
-    assert read_result(tmp_path / measured(6)["run_name"] / "result.json").unfit == []
+    assert read_result(tmp_path / measured(6)["run_name"] / "result.json").invalid == []
     for path in tmp_path.iterdir():
         path.rename(tmp_path.with_name("moved"))
     r = measured(6, lambda step, i: setattr(step, "loss", torch.tensor(float("nan"))))
-    assert read_result(tmp_path / r["run_name"] / "result.json").unfit == ["loss not finite"]
+    assert read_result(tmp_path / r["run_name"] / "result.json").invalid == ["loss not finite"]
 
 
 def test_steps_of_unequal_numbers_of_tokens(measured, tmp_path):
@@ -184,7 +183,7 @@ def test_an_evaluation_between_steps_belongs_to_none(tmp_path):
     r = only_result(tmp_path)
     assert r["metrics"]["window_evaluations"] == 3 and r["metrics"]["window_s"] < 0.05
     path = tmp_path / r["run_name"] / "result.json"
-    assert read_result(path).unfit == ["evaluated in the window"]
+    assert read_result(path).invalid == ["evaluated in the window"]
 
 
 def test_runs_are_repeats_if_their_settings_are_equal(tmp_path, monkeypatch):
@@ -201,7 +200,7 @@ def test_runs_are_repeats_if_their_settings_are_equal(tmp_path, monkeypatch):
                 with meter.step():
                     pass
         path = meter.directory / "result.json"
-        keys.append(_key(read_ours(json.loads(path.read_text()), path)))
+        keys.append(identity(read_ours(json.loads(path.read_text()), path)))
     assert keys[0] == keys[1] and keys[3] == keys[4] and len(set(keys)) == 4
 
 
@@ -306,7 +305,7 @@ def test_the_trainer_evaluates_in_the_window_and_frozen_parameters_have_no_flops
     trainer_of(tmp_path, model, callback, 5, eval_strategy="steps", eval_steps=2).train()
     r = only_result(tmp_path / "runs")
     assert r["metrics"]["window_evaluations"] == 1 and r["metrics"]["flops_per_token_palm"] is None
-    assert "FLOPs are unknown: some parameters are frozen; pass flops_per_token" in r["notes"]
+    assert "FLOPs are unknown: some parameters are frozen; pass flops_per_token" in remark_texts(r)
     assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
 
 
@@ -344,7 +343,7 @@ def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monke
     r = only_result(tmp_path / "runs")
     assert r["status"] == "failed" and r["error"] == error
     assert r["metrics"]["n_measured_steps"] == 2 and r["metrics"]["mfu"] is None
-    assert any("FLOPs are unknown" in note and "model_type" in note for note in r["notes"])
+    assert any("FLOPs are unknown" in note and "model_type" in note for note in remark_texts(r))
 
 
 @pytest.mark.parametrize("command, ranks", [
@@ -384,9 +383,9 @@ def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         r = measured(7, lambda step, i: torch.ones(3).sum())
     assert any("aten::sum" in event.key for event in profiler.key_averages())
-    assert r["observed"] is None and r["unfit_reasons"] == ["a profiler was on in the window"]
-    assert any("not observed: the loop has a profiler on" in note for note in r["notes"])
-    unfit = read_result(tmp_path / r["run_name"] / "result.json").unfit
+    assert r["observed"] is None
+    assert any("not observed: the loop has a profiler on" in note for note in remark_texts(r))
+    unfit = read_result(tmp_path / r["run_name"] / "result.json").invalid
     assert unfit == ["a profiler was on in the window"]
 
 
@@ -483,7 +482,7 @@ def test_settings_of_a_loop_are_not_our_flags(measured, tmp_path):
     """A loop's `profile` is no profiler, and TensorBoard shows no defaults of flags that it has not."""
     measured(6, settings={"profile": "fast", "nsys_start": 3, "sample": 7})
     (path,) = tmp_path.glob("*/result.json")
-    assert read_result(path).unfit == []
+    assert read_result(path).invalid == []
     events = EventAccumulator(str(path.parent / "tensorboard")).Reload()
     content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
     shown = HParamsPluginData.FromString(content).session_start_info.hparams
@@ -510,7 +509,9 @@ def test_several_lengths_are_no_length(measured):
 
     r = measured(7, body(16, 577))
     assert r["batch"]["seq_len"] is r["metrics"]["flops_per_token_palm"] is None
-    assert any("samples of 16, 577 tokens were seen; give seq_len" in note for note in r["notes"])
+    assert any(
+        "samples of 16, 577 tokens were seen; give seq_len" in note for note in remark_texts(r)
+    )
 
 
 @pytest.mark.parametrize("options, error", [
@@ -581,7 +582,7 @@ def test_a_trainer_whose_work_is_not_the_configs_has_no_flops(tmp_path):
         trainer.train()
         r = only_result(tmp_path / f"{layers}")
         assert r["metrics"]["flops_per_token_palm"] is None and r["metrics"]["tokens_per_sec"] > 0
-        assert any("and its config says" in note for note in r["notes"])
+        assert any("and its config says" in note for note in remark_texts(r))
         hashes.append(r["model"]["hash"])
     assert len(set(hashes)) == 2
 
@@ -655,8 +656,8 @@ def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
     assert done.returncode == 0, done.stderr
     uneven = only_result(tmp_path / "uneven")
     assert uneven["metrics"]["window_saves"] == 1  # of the other rank
-    reasons = uneven["unfit_reasons"]
-    assert reasons == ["ranks measured different numbers of steps: 2 to 4"]
+    reasons = [r["text"] for r in uneven["remarks"] if r["kind"] == "invalid"]
+    assert "ranks measured different numbers of steps: 2 to 4" in reasons
     logged = json.loads((tmp_path / "losses").read_text())
     losses = [s["loss"] for s in read_steps(tmp_path / "runs")]
     assert losses == pytest.approx(logged, rel=0.1) and len(losses) == 3
@@ -698,9 +699,10 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of):
     assert [row["runs"] for row in rows] == [3, 3]
     assert not any("not compared" in row["verdict"] for row in rows)
     assert {row["setting"] for row in rows} == {"no compile, n-workers 0", "compile, n-workers 1"}
-    runs = [read_result(tmp_path / f"r{i}/result.json") for i in range(6)]
-    assert len({baseline_key(r) for r in runs}) == len({setting_of(r) for r in runs}) == 2
-    assert "n_workers 1" in setting_of(runs[5])
+    paths = [tmp_path / f"r{i}/result.json" for i in range(6)]
+    runs = [read_ours(json.loads(path.read_text()), path) for path in paths]
+    assert len(set(map(identity, runs))) == len(set(map(name_by_itself, runs))) == 2
+    assert "n-workers 1" in name_by_itself(runs[5])
     with pytest.raises(UsageError, match="settings: 'seq_len' is set by another argument"):
         Meter(TINY, settings={"seq_len": 3}, **SMALL)
 

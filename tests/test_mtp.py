@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.check.share import read_shared, share
+from llm_train_bench.compare.shareable import shareable
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
 from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.model.hf import check_pretrained, save_pretrained, to_hf
 from llm_train_bench.model.layout import Documents
-from tests.helpers import FAMILIES, only_result, plan_of, run_train, write_config
+from llm_train_bench.results.result_files import read_result
+from tests.helpers import FAMILIES, only_result, plan_of, remark_texts, run_train, write_config
 from tests.test_parity import T, built, copied, reference, some_tokens
 
 DEPTH = 2
@@ -207,13 +208,12 @@ def test_a_run_names_it_and_reports_the_next_tokens_loss(tmp_path):
     # What is shared is checked against the same config and flags.
     for i, r in enumerate(results):
         (run,) = (tmp_path / str(i)).glob("*/result.json")
-        share([run.parent], tmp_path / f"{i}.json")
         ours = r["model"]
-        theirs = read_shared(tmp_path / f"{i}.json").runs[0].result.model.model_dump()
+        theirs = shareable(read_result(run)).model.model_dump()
         assert all(
             ours[key] == theirs[key] for key in ("hash", "n_parameters", "n_matmul_parameters")
         )
-    notes = [json.dumps(r["notes"]) for r in results]
+    notes = [json.dumps(remark_texts(r)) for r in results]
     assert "(--mtp): 2 left out" in notes[0] and "(--mtp): 2 trained" in notes[1]
 
 

@@ -16,7 +16,7 @@ import train
 from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.run import profiling
 from llm_train_bench.run.profiling import observed_in
-from llm_train_bench.trace.observed import observe
+from llm_train_bench.trace.observed import fallbacks, observe
 from llm_train_bench.trace.read_trace import Span, Trace, read_trace
 from tests.helpers import (
     INDUCTOR_LINKS,
@@ -24,6 +24,7 @@ from tests.helpers import (
     config,
     only_result,
     plan_of,
+    remark_texts,
     run_train,
     train_main,
     trained,
@@ -130,12 +131,13 @@ def test_compiled_code_of_one_kernel_is_not_another_s(switches):
 def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path):
     r = trained(tmp_path, TINY, flags)
     assert r["observed"]["attention"] == attention
-    assert set(r["observed"]["matmuls"]) == matmuls and not r["observed"]["mismatches"]
+    assert set(r["observed"]["matmuls"]) == matmuls
+    assert not [x for x in r["remarks"] if x["kind"] == "invalid" or "fallback" in x["text"]]
     # Two blocks of four linear layers and the head, forward and twice in backward.
     if "math" not in flags:
         calls = (2 * 4 + 1) * (1 if "forward" in flags else 3)
         assert sum(r["observed"]["matmuls"].values()) == calls
-    assert r["observed"]["fallbacks"] == [] and r["attention_kernel"] == attention["forward"][0]
+    assert r["attention_kernel"] == attention["forward"][0]
 
 
 def test_kernels_that_were_not_asked_for_make_a_run_unfit(tmp_path, monkeypatch, output_of):
@@ -145,14 +147,15 @@ def test_kernels_that_were_not_asked_for_make_a_run_unfit(tmp_path, monkeypatch,
     argv = [*TINY, "--attention", "math", "--output-dir", runs, "--run-name", "a"]
     why = "asked for math attention, flash ran"
     out = output_of(train_main, argv)
-    assert f" {why} |" in out and f"note: unfit for comparison: {why}" in out
+    assert f" {why} |" in out and f"note: invalid: {why}: update PyTorch" in out
     r = only_result(runs)
-    assert r["observed"]["mismatches"] == [why] and r["attention_kernel"] == "flash"
+    assert [x["text"] for x in r["remarks"] if x["kind"] == "invalid"] == [why]
+    assert r["attention_kernel"] == "flash"
     out = output_of(compare.main, runs, "--output-dir", tmp_path / "out")
     assert f"reference: {why}" in out
     assert all(why in (tmp_path / "out" / f).read_text() for f in ("report.html", "compare.json"))
-    out = output_of(compare.main, runs, "--update-baselines --baseline", tmp_path / "b", code=5)
-    assert f"UNFIT a: {why}" in out
+    out = output_of(compare.main, runs, "--save", tmp_path / "b", code=5)
+    assert f"left out a: {why}" in out
 
 
 def test_a_profiler_that_fails_is_a_note(tmp_path, monkeypatch):
@@ -162,7 +165,7 @@ def test_a_profiler_that_fails_is_a_note(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "build_profiler", broken)
     r = trained(tmp_path, TINY)
     assert r["status"] == "ok" and r["observed"] is None
-    assert [n for n in r["notes"] if "not observed: RuntimeError: CUPTI_ERROR_MULT" in n]
+    assert [n for n in remark_texts(r) if "not observed: RuntimeError: CUPTI_ERROR_MULT" in n]
     assert sorted(p.name for p in tmp_path.glob("*/*")) == ["result.json", "steps.jsonl"]
 
 
@@ -212,10 +215,11 @@ def test_pieces_are_for_what_is_not_plainly_causal(family, length, cp, masked):
 
 
 def test_kernels_of_gpus_are_known_by_operators_and_by_names():
-    seen = observe(read_trace(ROOT / "tests/traces/cuda_h100_training.json.gz"), True, 8)
+    trace = read_trace(ROOT / "tests/traces/cuda_h100_training.json.gz")
+    seen = observe(trace, True, 8)
     assert seen.attention == {"forward": ["flash"], "backward": ["flash"]}
     assert seen.matmuls == {"cublas bf16": 190, "cublas fp8": 3}
-    assert any("Memcpy HtoD (Pageable -> Device)" in text for text in seen.fallbacks)
+    assert any("Memcpy HtoD (Pageable -> Device)" in text for text in fallbacks(trace))
     seen = observe(read_trace(ROOT / "tests/traces/rocm_mi300x_llama_block.json.gz"), False)
     assert seen.attention == {"forward": ["flash"]} and seen.matmuls == {"tensile bf16": 7}
 
@@ -254,8 +258,10 @@ def test_attention_is_named_by_operators_or_kernels(names, host, attention):
 
 
 def test_what_fell_back_is_counted_by_the_step():
-    seen = observe(kernels("Memcpy DtoH (Device -> Pageable)", "multi_tensor_adam"), True)
-    assert seen.fallbacks == ["host copy that waits: Memcpy DtoH (Device -> Pageable), 1 a step"]
+    seen = fallbacks(kernels("Memcpy DtoH (Device -> Pageable)", "multi_tensor_adam"))
+    assert list(seen) == [
+        "fallback: host copy that waits: Memcpy DtoH (Device -> Pageable), 1 a step"
+    ]
 
 
 @pytest.mark.parametrize("calls", [0, 1])
@@ -274,14 +280,15 @@ def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_unfit(
     argv = [f"configs/{config}.json", "--use-fp8", "--fp8-backend", "torchao"]
     plan = plan_of([*argv, "--grad-acc-steps", "2"], script, ranks, "nvidia")
     calls = 2 * least - calls
-    result = mock.Mock(fp8=mock.Mock(emulated=False))
+    result, remarks = mock.Mock(fp8=mock.Mock(emulated=False)), []
+    result.remark = lambda text, kind="information", advice="": remarks.append((kind, text))
     run = mock.Mock(plan=plan, result=result, device=torch.device("cuda"))
     names = ["nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_bias_TNT"] * calls
     seen = observed_in(kernels(*names, "nvjet_sm90_tss_320x128_64x3_1x2_h_badd_coopB_NTT"), run)
     assert seen.matmuls == {"cublas bf16": 1, "cublas fp8": calls}
     text = f"asked for FP8, {calls} of at least {2 * least} FP8 matmuls ran"
-    unfit = [] if calls == 2 * least else [text]
-    assert seen.mismatches == unfit
+    invalid = [] if calls == 2 * least else [text]
+    assert [text for kind, text in remarks if kind == "invalid"] == invalid
 
 
 def test_the_bandwidth_of_collectives_is_what_a_ring_sends():

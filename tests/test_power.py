@@ -192,11 +192,26 @@ SAMPLED = {"n_samples": 9, "sampled_power_mean_w": 500.0}
     ],
 )  # fmt: skip
 def test_metrics_and_notes_of_devices(devices, figures, notes):
-    result = Result.model_construct(metrics=Metrics(), notes=[], devices=[])
+    plain = {"metrics": Metrics(), "remarks": [], "devices": [], "status": "ok", "profile": None}
+    plain |= {
+        "args": {},
+        "entrypoint": "train.py",
+        "step_times_s": [],
+        "fp8": None,
+        "resumed_from": None,
+    }
+    device, model = (
+        types.SimpleNamespace(memory_gib=None, type="cuda"),
+        types.SimpleNamespace(shape={}),
+    )
+    result = Result.model_construct(**plain, device=device, model=model, loss_known=True)
     fill_device_metrics(result, [DeviceUse(rank=i, **d) for i, d in enumerate(devices)])
     m = result.metrics
     assert (m.energy_j, m.clocks_held_down, m.device_shared, m.power_cap_fraction) == figures
-    assert result.notes == notes
+    result.judge()
+    assert result.texts("information") == notes
+    assert ("shared GPU" in result.invalid) == bool(m.device_shared)
+    assert any("clocks held down" in text for text in result.invalid) == bool(m.clocks_held_down)
 
 
 @pytest.mark.parametrize("newer", [True, False], ids=["7.x", "6.0"])

@@ -40,6 +40,7 @@ from tests.helpers import (
     only_result,
     plan_of,
     read_steps,
+    remark_texts,
     train_main,
     trained,
     without_inductor,
@@ -377,7 +378,7 @@ def test_te_without_fp8_is_plain_and_named(family, te_in_place, tmp_path):
         assert len(te_in_place) == (9 if flags else 0)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert result["linear"] == "te" and result["fp8"] is None
-    assert any("by Transformer Engine, without FP8" in note for note in result["notes"])
+    assert any("by Transformer Engine, without FP8" in note for note in remark_texts(result))
 
 
 @pytest.mark.parametrize(
@@ -459,7 +460,7 @@ def test_an_fp8_run_says_what_it_did_and_exports(tmp_path):
     r = trained(tmp_path, TINY, EMULATED, flags)
     assert r["fp8"]["recipe"] == "rowwise" and r["fp8"]["version"]
     assert r["metrics"]["ideal_time_fraction"] is None
-    assert any("emulated" in note for note in r["notes"])
+    assert any("emulated" in note for note in remark_texts(r))
     (export,) = tmp_path.glob("*/export")
     first = read_steps(tmp_path)[0]["loss"]
     trained(tmp_path / "again", TINY, "--init-from", export)
@@ -506,8 +507,13 @@ def test_ideal_time_divides_each_matmul_by_its_own_peak(tmp_path):
 def test_a_run_that_is_faster_than_can_be_is_marked(flags, peak, beyond, tmp_path):
     """The cause is a wrong peak, or kernels that did nothing; emulated FP8 has no known rate."""
     result = Result.model_validate(trained(tmp_path, TINY, flags, "--peak-tflops", peak))
-    assert ("faster than its peak" in result.unfit) == beyond
-    assert any("of the peak, which is impossible" in note for note in result.notes) == beyond
+    assert ("faster than its peak" in result.invalid) == beyond
+    assert (
+        any(
+            "of the peak, which is impossible" in note for note in remark_texts(result.model_dump())
+        )
+        == beyond
+    )
 
 
 def test_counts_of_compilation_are_those_of_the_run(tmp_path):
@@ -598,8 +604,8 @@ def test_compiling_inside_the_window_is_flagged(tmp_path, monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert r["metrics"]["window_compile_s"] > 0 and r["metrics"]["n_recompilations"] > 0
-    assert any("recompilations) inside the window" in note for note in r["notes"])
-    assert Result.model_validate(r).unfit == ["compiled in the window"]
+    assert any("s inside the window" in note for note in remark_texts(r))
+    assert Result.model_validate(r).invalid == ["compiled in the window"]
 
 
 @pytest.mark.parametrize("refused", [0, 2])
@@ -613,7 +619,7 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
     with without_inductor():
         flags = "--amp off --pt-compile --compile-mode reduce-overhead --warmup-seconds 0"
         r = trained(tmp_path, TINY, flags)
-    notes = [n for n in r["notes"] if "without CUDA graphs" in n]
+    notes = [n for n in remark_texts(r) if "without CUDA graphs" in n]
     assert [n.split()[0] for n in notes] == (["2"] if refused else [])
 
 

@@ -35,6 +35,7 @@ from tests.helpers import (
     only_result,
     plan_of,
     read_steps,
+    remark_texts,
     trained,
     without_inductor,
     words,
@@ -71,7 +72,7 @@ def test_captured_steps_are_extra_and_marked(run):
     assert r["metrics"]["n_measured_steps"] == 4 and len(r["step_times_s"]) == 4
     assert r["profile"]["first_step"] == 8 and r["profile"]["n_steps"] == 2
     assert r["profile"]["in_window"] is False
-    assert any("a profiler looked at steps after" in note for note in r["notes"])
+    assert any("a profiler looked at steps after" in note for note in remark_texts(r))
 
 
 def test_ranges_lie_where_they_belong(run):
@@ -331,7 +332,9 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
     kinds = m.parameters_gib + m.optimizer_gib + either((m.activations_gib, m.gradients_gib))
     assert 0 <= m.workspace_gib == pytest.approx(m.peak_gib - kinds)
     if p.in_window:
-        assert len(r.step_times_s) == 4 and any("inside the measured window" in n for n in r.notes)
+        assert len(r.step_times_s) == 4 and any(
+            "inside the measured window" in n for n in r.texts("information")
+        )
 
 
 @pytest.mark.parametrize("start", [1, 3])
@@ -340,7 +343,7 @@ def test_memory_report_and_capture_do_not_disturb_each_other(start, tmp_path):
     flags = "--memory-snapshot --profile --profile-steps 2 --profile-start"
     r = trained(tmp_path, TINY, flags, start)
     assert r["profile"]["n_steps"] == 2 and r["status"] == "ok" and r["memory"] is None
-    assert any("no memory by kind" in note for note in r["notes"])
+    assert any("no memory by kind" in note for note in remark_texts(r))
     (path,) = tmp_path.glob("*/trace/rank0.pt.trace.json.gz")
     names = [s.name for spans in read_trace(path).host.values() for s in spans]
     assert names.count("forward") == names.count("optimizer") == 2

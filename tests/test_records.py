@@ -15,6 +15,7 @@ its run did. `read` prints all that a log holds, and `track` the calls that expo
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -39,7 +40,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import devices
 from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.gate import own_runs
 from llm_train_bench.compare.read_logs import log_facts
+from llm_train_bench.compare.save_runs import save_runs
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters
@@ -50,13 +53,12 @@ from llm_train_bench.results.result_files import Step, read_result, read_steps
 from llm_train_bench.results.schema import Lineage, Result
 from llm_train_bench.results.trackers import TRACKERS, TrackedRun
 from llm_train_bench.run.provenance import default_name, open_result
-from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
 from tests import conftest
 from tests.helpers import FAMILIES, ROOT, config, plan_of, run_train, words
 from tests.test_trace import TRACES, rank_trace
 
 RECORDS = ROOT / "tests/records"
-NAMES = ("RUNS", "SLOWER", "FASTER", "PAIR", "RANKS", "TOKENS")
+NAMES = ("RUNS", "SLOWER", "FASTER", "BASE", "PAIR", "RANKS", "TOKENS")
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
 READ = (".html", ".json", ".jsonl", ".csv", ".md", ".prom", ".txt")
 CHANGES = (
@@ -152,6 +154,7 @@ def inputs() -> dict[str, str]:
     write_runs(top / "runs")
     write_runs(top / "slower", 0.93)
     write_runs(top / "faster", 1.35)
+    save_runs(own_runs([top / "runs"], top / "base"), top / "base")
     (top / "tokens").write_bytes(bytes(7 * i * i % 251 * (i % 2 == 0) for i in range(4000)))
     (top / "pair").mkdir()
     for i, name in enumerate(("training", "training_rank1")):
@@ -244,7 +247,7 @@ def say_plan(argv: list[str]) -> None:
     named = re.sub(r"^\d+-\d+-|-\d+$", "", default_name(model, vars(plan.args)))
     begun = open_result(plan, torch.device("cpu"), None, None, named, lineage)
     known = {name: value for name, value in begun.metrics if value is not None}
-    for each in (work, *args, counts, plan.traffic, known, begun.notes, named):
+    for each in (work, *args, counts, plan.traffic, known, begun.texts("information"), named):
         pprint.pprint(each, width=100, compact=True)
     for stage in range(work.fsdp.pp):
         pprint.pprint(estimate_memory(work, pp_rank=stage), width=100)
@@ -288,7 +291,7 @@ def say_records(argv: list[str]) -> None:
     """Print all that is read from each file."""
     path, *facts = argv
     for record in read_records([path], print, log_facts(facts, None)):
-        pprint.pprint(record, width=100, compact=True)
+        pprint.pprint(dataclasses.replace(record, result=None, steps=[]), width=100, compact=True)
 
 
 def say_tracked(argv: list[str]) -> None:
@@ -306,16 +309,8 @@ def say_tracked(argv: list[str]) -> None:
         (run / name).unlink()
 
 
-def say_ranked(argv: list[str]) -> None:
-    """Rank the rows in a file, and write a sweep's table and CSV to a directory."""
-    rows = [json.loads(line) for line in Path(argv[0]).read_text().splitlines()]
-    show_ranking(rank(rows), Path(argv[1]))
-    write_csv(rows, Path(argv[1]) / "results.csv")
-
-
 PSEUDO = dict(
     track=say_tracked, pairs=say_pairs, plan=say_plan, model=say_model, show=show, read=say_records,
-    rank=say_ranked,
 )  # fmt: skip
 
 

@@ -12,9 +12,11 @@ import torch
 
 from benchmarks.gate import answers
 from llm_train_bench.compare.gate import answer, what_settles
+from llm_train_bench.compare.setting import ratio_interval, settle
 from llm_train_bench.formulas import time_statistics as ts
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.results.figures import RankTimes, fill_rank_metrics, fill_step_metrics
+from llm_train_bench.results.remarks import _disturbances, _not_of_a_steady_run
 from llm_train_bench.results.schema import DeviceUse, Metrics, Result
 
 
@@ -51,7 +53,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(n):
         return 1 + 0.01 * rng.standard_normal(n)
 
     assert 0.92 <= coverage(lambda: ts.bootstrap_mean(draw())) <= 0.98
-    assert 0.91 <= coverage(lambda: ts.welch_ratio(draw(), 2 * draw()), 0.5) <= 0.99
+    assert 0.91 <= coverage(lambda: ratio_interval(draw(), 2 * draw()), 0.5) <= 0.99
 
 
 def test_intervals_of_steps_that_follow_each_other():
@@ -79,16 +81,18 @@ def test_a_table_of_equal_settings_has_a_false_verdict_in_one_of_twenty():
     """Twelve equal settings of three runs: any difference found is false (Holm 1979)."""
     rng = np.random.default_rng(1)
     tables = 1 + 0.01 * rng.standard_normal((400, 13, 3))
-    chances = [[ts.welch_ratio(other, first)[2] for other in others] for first, *others in tables]
-    alone = np.mean([min(table) <= 0.05 for table in chances])
-    together = np.mean([any(ts.surely(table)) for table in chances])
+    pairs = [[(ts.mean_of(x), ts.mean_of(first)) for x in others] for first, *others in tables]
+    found = [any(answer != "uncertain" for answer in settle(table)) for table in pairs]
+    single = [any(settle([pair]) != ["uncertain"] for pair in table) for table in pairs]
+    together, alone = np.mean(found), np.mean(single)
     assert together <= 0.075 < 0.15 < alone
 
 
 def test_a_true_difference_is_found_as_often_as_welch_s_test_can():
     rng = np.random.default_rng(2)
     runs = 1 + 0.01 * rng.standard_normal((400, 2, 3))
-    certain = [ts.surely([ts.welch_ratio(0.97 * slow, same)[2]]) for slow, same in runs]
+    pairs = [(ts.mean_of(0.97 * slow), ts.mean_of(same)) for slow, same in runs]
+    certain = [settle([pair]) == ["slower"] for pair in pairs]
     assert 0.58 <= np.mean(certain) <= 0.75  # the bootstrap found 42 to 45 %
 
 
@@ -151,9 +155,9 @@ def test_a_window_that_is_not_steady_says_so():
     def disturbances(times):
         device = types.SimpleNamespace(type="cpu")
         r = Result.model_construct(metrics=Metrics(), device=device, step_times_s=list(times))
-        return r.disturbances
+        return list(_disturbances(r))
 
-    ((short, line),) = disturbances(slowing).items()
+    ((short, line),) = disturbances(slowing)
     assert short.startswith("drift +4.") and "changed by +4." in line
     assert not disturbances(rng.normal(1, 0.002, 60))
     assert not disturbances(rng.normal(1, 0.3, 60))  # noise, however large, is no drift
@@ -194,8 +198,9 @@ def rank_times(rank, seconds, probe, **window):
 def filled(ranks, compiled, **metrics):
     """A result of such ranks."""
     result = Result.model_construct(
-        metrics=Metrics(**metrics), notes=[], args={"pt_compile": compiled},
-        device=types.SimpleNamespace(type="cuda"),
+        metrics=Metrics(**metrics), remarks=[], args={"pt_compile": compiled},
+        device=types.SimpleNamespace(type="cuda"), status="ok", profile=None, entrypoint="train.py",
+        loss_known=False, fp8=None,
     )  # fmt: skip
     fill_rank_metrics(result, ranks)
     return result
@@ -210,7 +215,7 @@ def test_slow_ranks_and_devices_are_named(exchange):
     assert m.slowest_device == 1 and m.device_imbalance == pytest.approx(1 - 630 / 665)
     assert m.slowest_rank == (None if exchange else 1)
     assert exchange or m.rank_imbalance == pytest.approx(2 / 1.5 - 1)
-    slow, note = sorted(result.notes, key=lambda n: "cache" in n)
+    slow, note = sorted(result.texts("information"), key=lambda n: "cache" in n)
     assert "rank 1 on host: its GPU multiplies 5% slower" in slow
     assert "emptied its cache 1 times" in note and "expandable_segments" in note
 
@@ -226,10 +231,11 @@ def test_cpu_time_that_others_took_is_that_of_the_worst_host():
 
 
 def test_what_any_rank_compiled_inside_the_window_is_everybodys():
-    late = {"compile_s": 3.0, "n_recompilations": 2, "graphs_recorded": 4}
+    late = {"compile_s": 3.0, "graphs_recorded": 4}
     quiet = rank_times(0, 1.0, None, graphs_recorded=0)
     result = filled([quiet, rank_times(1, 1.0, None, **late)], True)
     m = result.metrics
     assert (m.window_compile_s, m.window_graphs_recorded) == (3.0, 4)
-    assert any("3.0 s (2 recompilations) inside the window" in note for note in result.notes)
-    assert any("recorded again 4 times" in note for note in result.notes)
+    advice = [why for _, why in _not_of_a_steady_run(result)]
+    assert any("3.0 s inside the window" in why for why in advice)
+    assert any("recorded again 4 times" in why for why in advice)

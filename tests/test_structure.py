@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import ROOT, python
 
-ROOMS = ("run", "check", "estimate", "parallel", "measure", "compare", "sweep", "apply", "results",
+ROOMS = ("run", "check", "estimate", "parallel", "measure", "sweep", "compare", "apply", "results",
          "trace", "settings", "formulas", "base")  # fmt: skip
 PACKAGE = ROOT / "llm_train_bench"
 BENCH = sorted(p for p in PACKAGE.glob("**/*.py") if p.parent.name != "model")
@@ -135,7 +135,7 @@ WITHOUT_TORCH = [
     *(f"llm_train_bench.{name}" for name in
       ("base.token_files", "model.config", "model.json_keys")),
     *(f"llm_train_bench.check.{name}" for name in
-      ("findings", "machine_check", "public_site", "references", "share", "verify", "workloads")),
+      ("findings", "machine_check", "references", "verify", "workloads")),
     "check", "estimate", "sweep", "compare", "trace_report", "doctor", "prepare_data",
 ]  # fmt: skip
 

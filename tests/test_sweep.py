@@ -1,5 +1,6 @@
 """sweep.py: the experiment file, runs that fail, being killed and going on, the ranked table."""
 
+import copy
 import csv
 import json
 import os
@@ -11,7 +12,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 
 import sweep
@@ -19,6 +19,7 @@ from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.ratios import Prices, compare
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.command_line import parse_args
@@ -28,7 +29,7 @@ from llm_train_bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, 
 from llm_train_bench.sweep.duration import START_S, duration_text, work_on
 from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import Cell, differences, make_cells
-from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
+from llm_train_bench.sweep.rows_as_records import records_of_rows, write_csv
 from tests import fuzz
 from tests.helpers import ROOT, words
 from tests.processes import Started, wait_until
@@ -121,21 +122,24 @@ def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
 
 
 def test_what_goes_wrong_is_a_row(killed_and_resumed):
-    out, *_ = killed_and_resumed
+    out, _, text = killed_and_resumed
     rows = read_rows(out)
     status = {(row["axes"]["bsz"], row["status"]) for row in rows}
     assert status == {(2, "ok"), (400_000, "oom"), (3, "failed")}
     (error,) = {row["error"] for row in rows if row["status"] == "failed"}
     assert error == "missing: no such directory"
-    with (out / "results.csv").open() as f:
+    with (out / "runs.csv").open() as f:
         table = list(csv.DictReader(f))
     names = {"tokens_per_sec", "step_time_cv", "step_time_std_s"}
     assert len(table) == 6 and names <= set(table[0])
     assert all(float(row["tokens_per_sec"]) > 0 for row in table if row["status"] == "ok")
-    ranked = (out / "ranked.md").read_text()
-    assert ranked.index("bsz=2") < ranked.index("oom") and "100.0%" in ranked
+    lines = [line for line in text.splitlines() if line.startswith("| bsz")]
+    assert "reference" in lines[0] and not (out / "ranked.md").exists()
+    names = {"bsz 2, no init-from", "bsz 3, init-from missing", "bsz 400000, no init-from"}
+    assert {line.split("|")[1].strip() for line in lines} == names
+    assert sum("not compared: failed: missing: no such directory" in line for line in lines) == 1
     # TensorBoard names runs by their setting.
-    names = [f"gpt2-tiny bsz=2 sac_freq=1_2 init_from=none #{i}" for i in range(2)]
+    names = [f"gpt2-tiny bsz 2, sac 1_2, no init-from #{i}" for i in range(2)]
     assert sorted(path.name for path in out.glob("tensorboard/*")) == names
     for name in names:
         assert len(list((out / "tensorboard" / name).glob("events.*"))) == 1
@@ -185,7 +189,7 @@ def test_a_killed_run_says_so(tmp_path):
     assert process.returncode == 1 and "failed: killed by SIGKILL" in text
     # Its row and what it left count once.
     (record,) = read_records([str(tmp_path)], print, LogFacts())
-    assert record.marks == ["status killed"]
+    assert record.invalid == ["status killed"]
 
 
 def test_what_failed_is_run_again_on_request(tmp_path, output_of, scripts, monkeypatch):
@@ -234,7 +238,7 @@ def test_grid_list_and_platform_make_the_cells():
     )
     cells = make_cells(e, "nvidia")
     assert len(cells) == 8 and cells[0].axes == ("seq_len", "pt_compile", "bsz")
-    assert cells[0].label() == "gpt2-tiny seq_len=16 pt_compile=false bsz=2"
+    assert cells[0].label() == "gpt2-tiny seq-len 16, no compiled, bsz 2"
     argv = cells[-1].argv()
     assert argv[0] == "configs/gpt2-tiny.json" and "--pt-compile" in argv
     assert argv[argv.index("--lr") + 1] == "0.001"
@@ -440,51 +444,56 @@ def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
 
     monkeypatch.setattr(all_runs, "run_cell", edit)
     argv = ["--models", path.parent, "--set", f"data={data}", "--output-dir", tmp_path / "o"]
-    assert sweep.main(words(argv)) == 1 and "| m " in (tmp_path / "o" / "ranked.md").read_text()
+    assert sweep.main(words(argv)) == 1 and '"m"' in (tmp_path / "o" / "rows.jsonl").read_text()
     assert cell.label().startswith("Llama-3.2-1B") and keys[0].startswith("Llama-3.2-1B-")
 
 
-def a_row(key, rate, **more):
-    return {"key": key, "repeat": 0, "model": "m", "status": "ok", "axes": {"bsz": key}, "mfu": None,
-            "tokens_per_sec": rate, "memory_gib": 1.0, "memory_kind": "resident",
-            "step_times_s": [100 / rate] * 5 if rate else []} | more  # fmt: skip
+def rows_with_results(folder) -> list:
+    """Three runs each of two settings that are 3 % apart, with a CV of 1 %; and one that left nothing."""
+    plain, rows = json.loads((ROOT / "tests/sample/plain/result.json").read_text()), []
+    for bsz, rate in ((1, 1000.0), (2, 1030.0)):
+        for i, noise in enumerate((0.99, 1.0, 1.01)):
+            r, seconds = copy.deepcopy(plain), 128 / rate / noise
+            r["step_times_s"] = [seconds * (1 + k % 3 / 1000) for k in range(30)]
+            times, name = r["step_times_s"], f"m-{bsz}-{i}"
+            total = 128 * len(times) / sum(times)
+            r["args"]["bsz"], r["run_name"] = bsz, name
+            r["metrics"] |= dict(tokens_per_sec=total, tokens_per_sec_per_gpu=total)
+            (folder / "runs" / name).mkdir(parents=True)
+            path = folder / "runs" / name / "result.json"
+            path.write_text(json.dumps(r))
+            row = {"key": name, "model": "gpt2-tiny", "status": "ok", "axes": {"bsz": bsz}}
+            rows.append(row | {"result": str(path), "seq_len": 32})
+    lost = {
+        "key": "m-3-0",
+        "model": "gpt2-tiny",
+        "status": "timeout",
+        "axes": {"bsz": 3},
+        "seq_len": 32,
+    }
+    return [*rows, lost | {"error": "not done after 5 s"}]
 
 
-def test_settings_are_ranked_within_their_model_and_length(tmp_path, capsys):
-    """What cannot be told apart from the best is marked."""
-
-    def rows(model, length, bsz, rate):
-        about = dict(model=model, axes={"bsz": bsz}, seq_len=length, memory_kind="reserved")
-        rates = (0.95 * rate, rate, 1.05 * rate)
-        return [a_row(f"{model}{length}{bsz}-{i}", r, **about) for i, r in enumerate(rates)]
-
-    settings = [("small", 64, 1, 900), ("large", 64, 1, 70), ("large", 64, 2, 100),
-                ("large", 64, 3, 97), ("large", 128, 1, 50)]  # fmt: skip
-    show_ranking(rank([row for setting in settings for row in rows(*setting)]), tmp_path)
-    lines = (tmp_path / "ranked.md").read_text().splitlines()
-    shares = [line.split("|")[6].strip() for line in lines if " ok " in line]
-    assert shares == ["100.0%", "100.0%", "97.0% ~", "70.0%", "100.0%"]
-    assert sum("1.00 reserved" in line for line in lines) == 5
+def test_a_sweep_has_the_verdicts_of_compare(tmp_path):
+    """What compare.py tells apart is not tied here; what left no result is a row beside the others."""
+    rows = rows_with_results(tmp_path)
+    here = compare(records_of_rows(rows), Prices({}, {}), None)
+    there = compare(read_records([str(tmp_path)], print, LogFacts()), Prices({}, {}), None)
+    assert [(r.ratio, r.answer, r.verdict) for r in here[:2]] == [
+        (r.ratio, r.answer, r.verdict) for r in there
+    ]
+    assert here[1].ratio == pytest.approx(1.03, rel=1e-3) and len(here[1].record.rates) == 3
+    assert [r.record.setting for r in here] == ["bsz 1", "bsz 2", "bsz 3"]
+    assert (
+        here[2].not_compared[0] == "timeout: not done after 5 s" and here[2].group == here[0].group
+    )
 
 
-def test_ranking_by_hand():
-    rates = {"a-0": 100, "b-0": 200, "a-1": 110, "b-1": 220, "a-2": 90, "b-2": 210}
-    rows = [a_row(key, rate) for key, rate in rates.items()]
-    ranked = rank([*rows, a_row("c-0", None, status="oom")])
-    assert [r.status for r in ranked] == ["ok", "ok", "oom"]
-    (with_mfu,) = rank([a_row(f"a-{i}", 100 + i, mfu=0.3 + i / 100) for i in range(3)])
-    assert with_mfu.mfu == pytest.approx(0.31) and ranked[0].mfu is None
-    assert ranked[0].tokens_per_sec == pytest.approx(210) and ranked[1].tokens_per_sec == 100
-    # Student's interval of 200, 220 and 210: 4.303 x 10 / sqrt(3) = 24.8 to either side.
-    assert ranked[0].low == pytest.approx(210 - 24.8, abs=4)
-    assert ranked[0].high == pytest.approx(210 + 24.8, abs=4)
-    # With two repeats it is over their steps: times of 1 +- 0.1 s.
-    times = np.random.default_rng(0).normal(1, 0.1, 40).tolist()
-    (two,) = rank([a_row(f"a-{i}", 100, step_times_s=times) for i in range(2)])
-    assert 94 < two.low < 99 < two.tokens_per_sec == 100 < 101 < two.high < 106
-    (once,) = rank([a_row("a-0", 100, step_times_s=[1.0])])
-    assert once.low is once.high is None
-    assert ranked[1].cv == pytest.approx(0.1)
+def test_of_a_run_whose_result_was_deleted_the_row_tells(tmp_path):
+    rows = rows_with_results(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    first, *_ = records_of_rows(rows)
+    assert first.invalid == ["its result.json is gone"]
 
 
 def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, capsys):
@@ -523,8 +532,8 @@ def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, caps
     assert tune.tune(cells, e, rows, "cpu") == chosen and len(ran) == 13  # rows are kept
 
 
-@pytest.mark.parametrize("row", [{"status": "ok", "unfit": "drift"}, {"status": "oom"}])
-def test_nothing_that_failed_or_is_unfit_is_tuned(row, monkeypatch):
+@pytest.mark.parametrize("row", [{"status": "ok", "invalid": "drift"}, {"status": "oom"}])
+def test_nothing_that_failed_or_is_invalid_is_tuned(row, monkeypatch):
     e = experiment(grid={"bsz": [1, 2, 4]})
     cells = make_cells(e, "cpu")
     monkeypatch.setattr(tune, "probe", lambda *args: row | {"tokens_per_sec": 9.0})
@@ -549,14 +558,9 @@ def test_a_machine_whose_speed_is_not_known_is_not_tuned(tmp_path, refused, own_
     refused(sweep.main, "does not have", argv, "--output-dir", tmp_path / "out")
 
 
-def test_rows_of_another_cpu_are_not_mixed_in_and_unfit_ones_are_marked(tmp_path):
+def test_rows_of_another_cpu_are_not_mixed_in(tmp_path):
     row = {"hardware": "AMD EPYC (avx2, 2 cores)"}
     with pytest.raises(UsageError, match=r"has rows of AMD EPYC \(avx2, 2 cores\)"):
         refuse_foreign_row(row, tmp_path)
     refuse_foreign_row({"hardware": cpu_name()}, tmp_path)
     refuse_foreign_row({"hardware": "H100 SXM"}, tmp_path)
-    why = "asked for math attention, flash ran"
-    rows = [a_row(f"m-{i}-0", 10.0 * i, axes={"i": i}, unfit=why if i == 2 else "") for i in (1, 2)]
-    first, last = rank(rows)
-    assert (first.label, first.status) == ("m i=1", "ok")  # the faster one ran another kernel
-    assert last.status == f"unfit: {why}"

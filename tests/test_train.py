@@ -36,6 +36,7 @@ from tests.helpers import (
     only_result,
     python,
     read_steps,
+    remark_texts,
     run_train,
     train_main,
     trained,
@@ -171,8 +172,7 @@ def test_the_table_says_what_the_result_does(run):
     }  # fmt: skip
     result.args["init_from"] = "weights"  # or such a first loss would be told too
     result.metrics = result.metrics.model_copy(update=figures)
-    result.observed.fallbacks = ["attention in plain matmuls (math)"]
-    result.observed.mismatches = ["asked for math attention, flash ran"]
+    result.remark("asked for math attention, flash ran", "invalid")
     rows = dict(table_rows(result))
     for name in ("model", "device", "torch, commit"):
         rows.pop(name)
@@ -198,8 +198,7 @@ def test_the_table_says_what_the_result_does(run):
         "step time: drift over the window": "+15.0%",
         "kernels: attention; matmuls": "blocks / blocks; aten fp32",
         "ways": "attention: blocks",
-        "fallbacks": "attention in plain matmuls (math)",
-        "unfit for comparison": "asked for math attention, flash ran",
+        "invalid": "asked for math attention, flash ran",
     }
 
 
@@ -244,7 +243,9 @@ def test_a_run_that_diverges_leaves_a_result(tmp_path, learnable):
            "--optimizer", "sgd", "--grad-clip", 0)  # fmt: skip
     r = only_result(tmp_path / "x")
     assert r["status"] == "ok" and r["metrics"]["final_loss"] is None
-    assert r["metrics"]["val_loss"] is None and any("not finite" in note for note in r["notes"])
+    assert r["metrics"]["val_loss"] is None and any(
+        "not finite" in note for note in remark_texts(r)
+    )
 
 
 def test_pass_types_and_that_losses_are_reproducible(tmp_path, plain):
@@ -274,7 +275,7 @@ def test_unknown_device_has_no_mfu_and_says_so(plain, capsys):
     (path,) = plain.glob("*/result.json")
     r = read_result(path)
     assert r.metrics.mfu is None and r.metrics.ideal_time_fraction is None
-    assert any("mfu is null" in note for note in r.notes)
+    assert any("mfu is null" in text for text in r.texts("information"))
     r.device.name = "Some GPU [rev a1]"  # brackets are no markup
     print_result(r)
     table = capsys.readouterr().out
@@ -454,8 +455,8 @@ def test_warm_up_by_seconds_fills_what_steps_leave(tmp_path):
     plain, began = trained(tmp_path / "plain", argv), time.perf_counter()
     warmed = trained(tmp_path / "warmed", argv, "--warmup-seconds 1.5")
     assert losses_in(tmp_path / "plain") == losses_in(tmp_path / "warmed")
-    assert not any("warmed" in note for note in plain["notes"])
-    (note,) = [note for note in warmed["notes"] if "warmed the device" in note]
+    assert not any("warmed" in note for note in remark_texts(plain))
+    (note,) = [note for note in remark_texts(warmed) if "warmed the device" in note]
     worked = sum(warmed["warmup_step_times_s"][3:])
     assert float(note.split()[0]) == pytest.approx(1.5 - worked, abs=0.06)
     assert warmed["metrics"]["setup_s"] < plain["metrics"]["setup_s"] + 0.7
@@ -463,7 +464,7 @@ def test_warm_up_by_seconds_fills_what_steps_leave(tmp_path):
     # A trace that spans the window's begin holds steps alone.
     flags = "--profile --profile-start 6 --profile-steps 1 --warmup-seconds 1.5"
     r = trained(tmp_path / "traced", argv, flags)
-    assert any("no matmuls warmed" in note for note in r["notes"])
+    assert any("no matmuls warmed" in note for note in remark_texts(r))
     assert r["profile"]["step_time_s"] < 1.0
 
 

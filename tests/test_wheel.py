@@ -118,6 +118,6 @@ def test_the_tools_and_their_help(run):
     done = run(
         "compare", "runs", "--baseline", "configs/baselines.json"
     )  # the package's is not theirs
-    assert done.returncode == 2 and "no such file" in done.stderr
+    assert done.returncode == 2 and "No such file" in done.stderr
     advice = run("doctor", "--json").stdout
     assert "'llm-train-bench[te]'" in advice and "-e ." not in advice

@@ -1,7 +1,10 @@
 """Files that others made, or will read."""
 
+import contextlib
+import fcntl
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,11 +25,38 @@ def how_to_install(command: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole: whatever ends the process, the file is all old or all new."""
+    """Write a file whole: whatever ends the process, and whoever else writes, it is old or new."""
     path = path.resolve()  # a link stays one
-    spare = path.with_suffix(".new")
-    spare.write_text(text, encoding="utf-8")
-    spare.replace(path)
+    spare = path.with_name(f".{path.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    try:
+        spare.write_text(text, encoding="utf-8")
+        spare.replace(path)
+    except BaseException:
+        spare.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes out while a file is read, changed and written.
+
+    The lock is a file beside it, which is gone afterwards. A file system without locks has none.
+    """
+    path = path.resolve()
+    lock = path.with_name(f".{path.name[:100]}.lock")
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), lock.stat()):
+                break
+        os.close(descriptor)  # the process before removed it: wait for the new one
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def shown_path(path: str | Path) -> str:

@@ -395,34 +395,19 @@ def _numbers(text: str) -> set[int]:
 THROTTLED_CPU, BEHIND_OTHERS, SLOW_COPY, LOW_CLOCK = 0.02, 0.1, 0.6, 0.7
 
 
-DISTURBED = {
-    "busy CPU": "end them, and repeat; top shows them",
-    "stolen CPU": "the host of this virtual machine is overbooked; use another, or dedicated cores",
-    "drift": "repeat with more --warmup-steps, and watch clocks and temperature",
-}
-
-
 def of_run(r: "Result") -> Iterator[Finding]:
-    """What held a measured run back."""
+    """What held a measured run back: its remarks, clocks without a reason, a slow device."""
+    for remark in r.remarks:
+        if remark.kind != "information" or remark.text.startswith("fallback"):
+            yield Finding(f"{r.run_name}: {remark.kind}", "missing", remark.text, remark.advice)
     for use in r.devices:
-        yield from of_use(use, f"{r.run_name}: rank {use.rank}")
-    for mark, line in r.disturbances.items():
-        kind = mark.rpartition(" ")[0]
-        yield Finding(f"{r.run_name}: {kind}", "missing", line, DISTURBED[kind])
-    if r.observed and r.observed.mismatches:
-        advice = "update PyTorch and its libraries; docs/METRICS.md explains `observed`"
-        for found in r.observed.mismatches:
-            yield Finding(f"{r.run_name}: fallback", "missing", found, advice)
-    if r.device.type == "cuda" and r.attention_kernel == "math":
-        advice = "use a head size that the fused kernels have, or a newer GPU or PyTorch"
-        found = "attention by plain matmuls"
-        yield Finding(f"{r.run_name}: fallback", "missing", found, advice)
+        yield from of_clocks(use, f"{r.run_name}: rank {use.rank}")
     yield from of_devices([rank.probe_tflops for rank in r.ranks])
 
 
 def of_use(use: "DeviceUse", where: str) -> Iterator[Finding]:
     """What a device's sensors said in a window."""
-    from llm_train_bench.results.schema import POWER_CAP  # needs pydantic
+    from llm_train_bench.results.remarks import POWER_CAP  # needs pydantic
 
     for reason, part in use.held_down.items():
         if reason == POWER_CAP:
@@ -430,15 +415,22 @@ def of_use(use: "DeviceUse", where: str) -> Iterator[Finding]:
         cure = "cooling and airflow" if "thermal" in reason else "power supply and cables"
         found = f"{reason}, in {part:.0%} of the window"
         yield Finding(f"{where}: clocks held down", "missing", found, f"check {cure}")
+    yield from of_clocks(use, where)
+    if use.other_processes:
+        advice = "wait, or end them: doctor.py lists them"
+        found = f"{use.other_processes} other process(es) used the GPU"
+        yield Finding(f"{where}: shared GPU", "missing", found, advice)
+
+
+def of_clocks(use: "DeviceUse", where: str) -> Iterator[Finding]:
+    """Clocks that are low, though nothing held them down."""
+    from llm_train_bench.results.remarks import POWER_CAP
+
     clock, highest = use.sm_clock_mean_mhz, use.sm_clock_limit_mhz
     capped = (use.throttled or {}).get(POWER_CAP, 0) > 0.5
     if clock and highest and not use.held_down and not capped and clock < LOW_CLOCK * highest:
         found = f"{clock:.0f} of {highest:.0f} MHz without a reason"
         yield Finding(f"{where}: low clocks", "missing", found, "sudo nvidia-smi -rgc and -rac")
-    if use.other_processes:
-        advice = "wait, or end them: doctor.py lists them"
-        found = f"{use.other_processes} other process(es) used the GPU"
-        yield Finding(f"{where}: shared GPU", "missing", found, advice)
 
 
 def of_rates(rates: Mapping[str, float]) -> Iterator[Finding]:

@@ -24,9 +24,9 @@ from llm_train_bench.check.references import (
     rate_figures,
     workload_figure,
 )
-from llm_train_bench.check.share import folder_of
-from llm_train_bench.check.verify import verified_files
-from llm_train_bench.check.workloads import Workload, format_of
+from llm_train_bench.check.workloads import Workload, format_of, workload_of
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result, read_steps
 from llm_train_bench.results.schema import DeviceUse, Result
 
@@ -213,15 +213,19 @@ def show_check(c: MachineCheck) -> None:
 
 
 def reached_by_others(folder: Path) -> Callable[[Workload, str, int], list[float]]:
-    """What each submitter of a folder of results measured best [tokens/s per device]."""
+    """What each submitter in a folder of files of runs measured best [tokens/s per device]."""
+    records = read_records([str(folder)], lambda line: None, LogFacts()) if folder.is_dir() else []
 
     def reached(w: Workload, hardware: str, devices: int) -> list[float]:
         best: dict[str, float] = {}
-        for submitter, _, v in verified_files(folder, lambda _: None, folder_of(hardware)):
-            r = v.shared.result
-            same = v.workload and (v.workload.shape, v.number_format) == (w.shape, w.number_format)
-            if same and v.tier >= 2 and r.device.count == devices and not r.unfit:
-                best[submitter] = max(best.get(submitter, 0.0), v.rate)
+        for record in records:
+            r, rate = record.result, record.tokens_per_sec_per_gpu or 0.0
+            if r is None or r.invalid or (r.device.hardware, r.device.count) != (hardware, devices):
+                continue
+            other = workload_of(r)
+            if other and (other.shape, format_of(r)) == (w.shape, w.number_format):
+                submitter = Path(record.path).parent.name
+                best[submitter] = max(best.get(submitter, 0.0), rate)
         return sorted(best.values())
 
     return reached

@@ -10,7 +10,7 @@ from llm_train_bench.model.config import load_config
 from llm_train_bench.model.json_keys import CONFIGS, parse_json
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import LEARNT, Args, Script, defaults, of_kind
+from llm_train_bench.settings.flags import LEARNT, Args, Script, defaults, of_kind, present_flags
 
 VERSION = "v1"
 FOLDER = CONFIGS / "workloads"
@@ -101,8 +101,10 @@ def workload_of(r: Result) -> Workload | None:
     """The workload that a run is, whatever its number format and flags of speed; None for others."""
     if not r.ours or r.resumed_from:
         return None
-    default, fixed = defaults(Args), of_kind(LEARNT)
-    found = {name: r.args.get(name, default.get(name)) for name in fixed}
+    fixed, flags = of_kind(LEARNT), present_flags(r.args)
+    if any(name not in defaults(Args) for name in flags):  # it had a flag that is gone
+        return None
+    found = {name: flags[name] for name in fixed}
     for w in workloads().values():
         size = (w.args.global_bsz, w.args.seq_len, model_hash(w.args.config))
         if size == (r.batch.global_batch, r.batch.seq_len, r.model.hash) and found == {

@@ -13,7 +13,7 @@ from pathlib import Path
 from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.compare.read_logs import read_lines, read_log
 from llm_train_bench.compare.read_results import read_csv, read_json
-from llm_train_bench.compare.records import LogFacts, Record, check_figures
+from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
 from llm_train_bench.model.json_keys import plain_file
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
@@ -35,16 +35,12 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
         if path.is_dir():
             files = discover(path)
             fresh = list(not_taken(files, taken))
-            there = {str(f.resolve()) for f in files}
             before = len(records)
             for file in fresh:
                 try:
-                    rows = _parse(file, facts)
+                    records += _parse(file, facts)
                 except UsageError as error:
                     say(str(error))
-                    continue
-                # A sweep's row says nothing new if its run is there too.
-                records += [r for r in rows if not there.intersection(_runs_of(r, file))]
             if len(records) == before and (fresh or not files):
                 raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
         elif path.exists():
@@ -73,6 +69,15 @@ def join_attempts(records: list[Record]) -> list[Record]:
     attempt's; the others end in the middle, or have other neighbours.
     """
     lineages: dict[tuple, dict[int, Record]] = {}
+
+    def mark(r: Record) -> tuple:
+        return r.lineage, r.n_gpus, tuple(r.step_times_s)
+
+    # A run that is there does not count again as its copy in a file of runs.
+    there = {mark(r) for r in records if Path(r.path).name == "result.json"}
+    copies = [r for r in records if r.lineage and Path(r.path).name != "result.json"]
+    copied_runs = {id(r) for r in copies if r.step_times_s and mark(r) in there}
+    records = [r for r in records if id(r) not in copied_runs]
     attempts = [(r, r.lineage) for r in records if r.lineage]
     counts = collections.Counter(lineage for _, lineage in attempts)
     # Copied, and resumed in two directories.
@@ -91,19 +96,9 @@ def join_attempts(records: list[Record]) -> list[Record]:
                 joined = [x for x in joined if x[0] < r.first_step] + getattr(r, name)
             setattr(last, name, joined)
         if len(runs) > 1:
-            last.notes.append(f"{len(runs)} attempts of one run; figures are the last one's")
+            last.remark(f"{len(runs)} attempts of one run; figures are the last one's")
         gone |= {id(r) for r in runs if r is not last}
     return [r for r in records if id(r) not in gone]
-
-
-def _runs_of(row: Record, file: Path) -> set[str]:
-    """Where a sweep row's run may lie: where it was, or beside the file if that was moved since."""
-    if file.suffix != ".csv":
-        return set()
-    places = [file.parent / "runs" / row.label / "result.json"]
-    if row.result is not None:
-        places.append(Path(row.result))
-    return {str(place.resolve()) for place in places}
 
 
 def discover(directory: Path) -> list[Path]:
@@ -121,9 +116,8 @@ def discover(directory: Path) -> list[Path]:
             directories.clear()
             continue
         directories.sort()
-        own_sweep = {"rows.jsonl", "sweep.json"} & set(files)  # results.csv comes at its end
-        names = [name for name in sorted(files) if not own_sweep or name == "results.csv"]
-        for name in names:
+        own_sweep = {"rows.jsonl", "sweep.json"} & set(files)
+        for name in sorted(files) if not own_sweep else ():
             figures = Path(name).suffix in SUFFIXES and name not in ("steps.jsonl", "sweep.json")
             if figures and not re.fullmatch(r"rank\d+\.txt", name):
                 candidates.append(here / name)
@@ -137,6 +131,8 @@ def _parse(path: Path, facts: LogFacts) -> list[Record]:
         records = READERS.get(path.suffix, read_log)(plain_file(path), facts)
         for record in records:
             check_figures(record)
+            if record.result is None:
+                remark_on_figures(record)
         return records
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,4 +1,4 @@
-// What the report and the table of shared results have in common.
+// Elements, hints and axes of the report.
 const tip = document.getElementById("tip");
 
 // An element with properties, attributes (those with a dash, or on SVG) and children.
@@ -17,7 +17,6 @@ const known = value => value !== null && value !== undefined;
 const show = (value, digits = 0) => known(value)
   ? value.toLocaleString("en-US", {minimumFractionDigits: digits, maximumFractionDigits: digits}) : "unknown";
 const short = value => Number(value.toPrecision(3)).toLocaleString("en-US", {maximumSignificantDigits: 3});
-const mean = values => values.reduce((sum, value) => sum + value, 0) / values.length;
 
 function hover(node, text) {
   node.addEventListener("pointermove", event => say(event, text));

@@ -1,30 +1,29 @@
-"""Repeats as one setting, ratios, what may be compared, cost and energy. Needs no torch."""
+"""Ratios to a reference, what may be compared, cost and energy. Needs no torch."""
 
-import collections
 import contextlib
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_word
 from llm_train_bench.base.hardware import device_called, find_hardware
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.records import Record
-from llm_train_bench.formulas.time_statistics import surely, welch_ratio
-from llm_train_bench.settings.flags import Fp8Flags, Script, differing, usual_values
+from llm_train_bench.compare.setting import (
+    RUNS_DIFFER,
+    RUNS_FOR_A_VERDICT,
+    Answer,
+    name_settings,
+    plainest,
+    ratio_interval,
+    repeats,
+    settle,
+)
+from llm_train_bench.formulas.time_statistics import mean_of
+from llm_train_bench.settings.flags import Fp8Flags, differing
 
-# Runs of one setting differ by this much.
-RUNS_DIFFER = 0.01
-# With fewer runs of a setting nobody knows how much runs differ.
-RUNS_FOR_A_VERDICT = 3
-# The chance that any verdict of a whole table is false.
-TABLE_ERROR = 0.05
-# What may differ between repeats of one setting.
-NOT_THE_SETTING = {"seed"}
 # Figures of a setting that are means over its runs.
 MEANS = "tokens_per_sec tokens_per_sec_per_gpu mfu tflops_per_gpu tokens_per_joule goodput".split()
 
@@ -33,18 +32,19 @@ MEANS = "tokens_per_sec tokens_per_sec_per_gpu mfu tflops_per_gpu tokens_per_jou
 class Compared:
     """A setting beside the reference of its group; ratios are of tokens/s per GPU, above 1 is faster.
 
-    Intervals are over runs, of each ratio alone. `certain` says whether it holds beside all others.
+    Intervals are over runs, of each ratio by itself. `answer` holds beside all others of the table.
     """
 
     record: Record
     group: str
     is_reference: bool = False
-    marks: list[str] = dataclasses.field(default_factory=list)
+    not_compared: list[str] = dataclasses.field(default_factory=list)
+    """Why not: its own invalid remarks, or how it is unlike the reference."""
+    about_ratio: list[str] = dataclasses.field(default_factory=list)
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
-    chance: float = 1.0
-    certain: bool = False
+    answer: Answer = "uncertain"
     usd_per_trillion: float | None = None
     tokens_per_joule: float | None = None
     energy_measured: bool = False
@@ -61,16 +61,21 @@ class Compared:
         """The ratio in words: never more certain than its interval."""
         if self.is_reference:
             return "reference"
-        if self.marks:
+        if self.not_compared:
             return "not compared"
         if self.ratio is None:
             return "unknown"
         if not self.enough_runs or self.ratio_low is None:
             few = min(len(self.record.rates), self.runs_of_reference)
             return f"no verdict: {few} run{'s' * (few > 1)}"
-        if not self.certain or abs(self.ratio - 1) < RUNS_DIFFER:
+        if self.answer == "uncertain" or abs(self.ratio - 1) < RUNS_DIFFER:
             return "within noise"
-        return "faster" if self.ratio > 1 else "slower"
+        return self.answer
+
+    @property
+    def remarks(self) -> list[str]:
+        """What may have changed its figures, and what else its ratio contains."""
+        return [*self.record.texts("disturbed"), *self.about_ratio]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +100,9 @@ def compare(
     `reference` names another: a setting, or one of its runs. With `identical`, hyperparameters that only
     concern speed must agree too.
     """
-    settings = map(_pooled, grouped(records, _key).values())
-    rows = [Compared(r, group_of(r), marks=list(r.marks)) for r in settings]
+    _share_names(records)
+    settings = map(_pooled, repeats(records))
+    rows = [Compared(r, group_of(r), not_compared=r.invalid) for r in settings]
     groups = grouped(rows, lambda row: row.group)
     for members in groups.values():
         name_settings([row.record for row in members])
@@ -108,7 +114,7 @@ def compare(
             f"--reference {reference}: no setting or run of that name; there are {have}"
         )
     for members in groups.values():
-        usable = [row for row in members if not row.marks and row.record.tokens_per_sec_per_gpu]
+        usable = [row for row in members if not row.not_compared and row.record.rates]
         plain = plainest([row.record for row in usable or members])
         first = next(row for row in members if row.record is plain)
         if reference is not None and names[reference] in members:
@@ -116,17 +122,20 @@ def compare(
         first.is_reference = True
         for row in members:
             if row is not first:
-                row.marks += unlike(first.record, row.record, identical)
                 row.runs_of_reference = len(first.record.rates)
-                rate, base = row.record.tokens_per_sec_per_gpu, first.record.tokens_per_sec_per_gpu
-                if not row.marks and not first.marks and rate and base:
-                    row.ratio = rate / base
-                    row.record.remarks += beside_te(row.record, [r.record for r in usable])
-                    if spread := welch_ratio(row.record.rates, first.record.rates):
-                        row.ratio_low, row.ratio_high, row.chance = spread
+                row.not_compared = row.not_compared + unlike(first.record, row.record, identical)
+                if first.record.invalid:
+                    row.not_compared.append(f"the reference is invalid: {first.record.invalid[0]}")
+                rates, base = row.record.rates, first.record.rates
+                if not row.not_compared and rates and base:
+                    row.ratio = statistics.fmean(rates) / statistics.fmean(base)
+                    row.about_ratio = beside_te(row.record, [r.record for r in usable])
+                    row.ratio_low, row.ratio_high = ratio_interval(rates, base) or (None, None)
+    references = {row.group: row.record for row in rows if row.is_reference}
     tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
-    for row, certain in zip(tested, surely([r.chance for r in tested], TABLE_ERROR), strict=True):
-        row.certain = certain
+    pairs = [(mean_of(x.record.rates), mean_of(references[x.group].rates)) for x in tested]
+    for row, answer in zip(tested, settle(pairs), strict=True):
+        row.answer = answer
     for row in rows:
         _fill_cost(row, prices, tokens)
     return rows
@@ -144,9 +153,10 @@ def beside_te(record: Record, others: list[Record]) -> list[str]:
     for other in others:
         theirs, base = other.arguments or {}, other.tokens_per_sec_per_gpu
         differ = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
-        differ -= NOT_THE_SETTING
-        same = "hardware", "n_gpus", "model_hash", "software"
+        same = "hardware", "n_gpus", "model_hash"
         alike = all(getattr(other, name) == getattr(record, name) for name in same)
+        ran = ((r.conditions or {}) | {"linear": ""} for r in (other, record))
+        alike = alike and next(ran) == next(ran)
         if theirs.get("linear") == "te" and base and alike and differ <= FORMAT_ALONE:
             return [f"FP8 alone, against {other.setting}: {rate / base:.3f}"]
     return ["the ratio has Transformer Engine's fused norms too; --linear te is FP8's reference"]
@@ -158,13 +168,21 @@ def group_of(r: Record) -> str:
     return f"{name} T{r.seq_len}" if r.seq_len else name
 
 
+def _share_names(records: list[Record]) -> None:
+    """Give models that are the same one name, in place: a file of runs does not tell all names."""
+    names: dict[str, str | None] = {}
+    for r in records:
+        if r.model_hash:
+            r.model = names.setdefault(r.model_hash, r.model)
+
+
 def unlike(a: Record, b: Record, identical: bool) -> list[str]:
     """Why b cannot be compared with a: another model, another training, another way to count."""
-    marks = []
+    why = []
     if a.model_hash and b.model_hash and a.model_hash != b.model_hash:
-        marks.append("another model under the same name")
+        why.append("another model under the same name")
     if a.hardware == b.hardware and unlike_limits(a.power_limit_w, b.power_limit_w):
-        marks.append(f"power limit {a.power_limit_w:.0f} / {b.power_limit_w:.0f} W")
+        why.append(f"power limit {a.power_limit_w:.0f} / {b.power_limit_w:.0f} W")
     left, right = a.hyperparameters or {}, b.hyperparameters or {}
     if identical and a.arguments and b.arguments:
         left, right = a.arguments, b.arguments
@@ -172,10 +190,10 @@ def unlike(a: Record, b: Record, identical: bool) -> list[str]:
     if not identical:
         # Settings may differ to suit each machine; what is learnt may not.
         names = [n for n in names if n not in ("global_batch", "seed", "data")]
-    marks += [f"{n} {_short(left[n])} / {_short(right[n])}" for n in names]
+    why += [f"{n} {_short(left[n])} / {_short(right[n])}" for n in names]
     if identical and not (a.arguments and b.arguments) and a.settings != b.settings:
-        marks.append(f"settings {a.settings} / {b.settings}")
-    return marks
+        why.append(f"settings {a.settings} / {b.settings}")
+    return why
 
 
 def unlike_limits(a: float | None, b: float | None) -> bool:
@@ -239,88 +257,32 @@ def prices_of(
     return Prices(usd, watts, usd_per_kwh)
 
 
-def _key(r: Record) -> str:
-    """Alike for repeats: the same hardware, model, software and flags; a file without flags is alone."""
-    if r.arguments is None:
-        return f"{r.path} {r.label}"
-    facts = {k: v for k, v in r.arguments.items() if k not in NOT_THE_SETTING}
-    limit = r.power_limit_w and round(r.power_limit_w, -1)
-    who = [r.suite, r.model, r.model_hash, r.seq_len, r.hardware, r.n_gpus, r.software, limit]
-    who.append(r.repeat_of)
-    return json.dumps([who, sorted(facts.items(), key=str)], default=str)
-
-
 def _pooled(runs: list[Record]) -> Record:
     """One record of a setting: means over its runs, the most memory of any, all step times.
 
-    A run that cannot be compared is left out where others can, and named in the notes.
+    An invalid run is left out where others are not, and a remark says so.
     """
-    usable = [r for r in runs if not r.marks and r.tokens_per_sec_per_gpu]
-    left_out = [f"left out {r.label}: {'; '.join(r.marks)}" for r in runs if usable and r.marks]
+    usable = [r for r in runs if not r.invalid and r.tokens_per_sec_per_gpu]
     chosen = usable or runs[:1]
     most = max(chosen, key=lambda r: r.memory_gib or 0.0)
     means = {}
-    for name in MEANS:
-        values = [value for r in chosen if (value := getattr(r, name)) is not None]
-        means[name] = statistics.fmean(values) if values else None
-    return dataclasses.replace(
+    for figure in MEANS:
+        values = [value for r in chosen if (value := getattr(r, figure)) is not None]
+        means[figure] = statistics.fmean(values) if values else None
+    # One of a kind: drift, busy CPU, stolen CPU.
+    remarks = {(x.kind, x.text.rpartition(" ")[0] or x.text): x for r in chosen for x in r.remarks}
+    pooled = dataclasses.replace(
         chosen[0],
         **means,
         memory_gib=most.memory_gib,
         memory_kind=most.memory_kind,
         step_times_s=[t for r in chosen for t in r.step_times_s],
-        notes=[note for r in runs for note in r.notes] + left_out,
-        # One of a kind: drift, busy CPU, stolen CPU.
-        remarks=list({x.rpartition(" ")[0]: x for r in chosen for x in r.remarks}.values()),
+        remarks=list(remarks.values()),
         runs=runs,
         rates=[r.tokens_per_sec_per_gpu for r in usable],
     )
-
-
-def name_settings(members: list[Record]) -> None:
-    """Name each setting by what differs in its group, in place; without flags, by its file."""
-    facts = [_facts(r) for r in members]
-    known = [f for f in facts if f is not None]
-    keys = dict.fromkeys(key for f in known for key in f)
-    metered = {f["script"] not in set(Script) for f in known if f.get("script")}
-    if len(metered) > 1:  # a Meter knows few of our settings, and its loop has others
-        keys = [key for key in keys if all(key in f for f in known)]
-    differ = [k for k in keys if len({str(f.get(k)) for f in known}) > 1]
-    for record, values in zip(members, facts, strict=True):
-        words = [_word(key, values.get(key)) for key in differ] if values else []
-        record.setting = ", ".join(words) or (record.settings if values else "") or record.label
-    times = collections.Counter(record.setting for record in members)
-    for record in members:
-        if times[record.setting] > 1:  # differences that no flag tells
-            record.setting = f"{record.setting} ({record.label})"
-
-
-def _facts(r: Record) -> dict[str, Any] | None:
-    """What a setting is made of; the flags last, since machines differ more visibly."""
-    if r.arguments is None:
-        return None
-    flags = {k: v for k, v in r.arguments.items() if k not in NOT_THE_SETTING}
-    if flags.get("grad_acc_steps") is not None and flags.get("bsz") is not None:
-        flags.pop("global_batch", None)  # follows from these and the GPUs
-    limit = r.power_limit_w and f"{r.power_limit_w:.0f} W"
-    machine = {"": r.hardware, "GPUs": r.n_gpus, "power limit": limit}
-    return machine | (r.software or {}) | flags
-
-
-def _word(key: str, value: Any) -> str:
-    names = {"sac_freq": "sac", "pt_compile": "compiled", "use_fp8": "FP8", "script": ""}
-    name = names.get(key, key.replace("_", "-"))
-    if isinstance(value, bool) or value is None:
-        return name if value else f"no {name}"
-    text = shown_word(str(value)).removesuffix(".py")
-    return f"{name} {text}".strip()
-
-
-def plainest(members: list[Record]) -> Record:
-    """The setting with the fewest flags that are not at their defaults; the first of those."""
-    default = usual_values()
-
-    def changed(r: Record) -> int:
-        return sum(k in default and v != default[k] for k, v in (r.arguments or {}).items())
-
-    return min(members, key=changed)
+    left_out = [f"{r.label} ({'; '.join(r.invalid)})" for r in runs if usable and r.invalid]
+    if left_out:
+        text = f"{len(left_out)} of {len(runs)} runs left out: {', '.join(left_out)}"
+        pooled.remark(text, "disturbed")
+    return pooled

@@ -28,7 +28,8 @@ from llm_train_bench.compare.log_formats import (
     logged_step,
     parse,
 )
-from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady, unfinished_loss
+from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady
+from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import read_steps
 
 # Groups of --log-pattern: the quantity of a step that each is, and its unit.
@@ -298,8 +299,7 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         memory_gib=max((s.memory_gib for s in steps if s.memory_gib), default=None),
         memory_kind=log.memory_kind,
         losses=losses,
-        marks=unfinished_loss(losses),
         learning_rates=[(s.step, s.lr) for s in steps if s.lr is not None],
         hyperparameters={k: v for k, v in (("seq_len", length), ("global_batch", batch)) if v},
-        notes=notes,
+        remarks=[Remark(kind="information", text=note) for note in notes],
     )

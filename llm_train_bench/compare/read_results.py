@@ -1,4 +1,4 @@
-"""Result files as records: our result.json and CSV, and the JSON of a comparison suite. Needs no torch.
+"""Result files as records: our result.json and files of runs, another suite's JSON. Needs no torch.
 
 That suite's keys (docs/COMPARE.md lists the mapping): platform, gpu_info, training_config,
 performance_metrics, memory_metrics, step_times, loss_values, learning_rates.
@@ -16,26 +16,22 @@ from llm_train_bench.base.files import shown_command
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.compare.read_logs import read_automodel, read_metrics_csv, read_trainer_state
-from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
+from llm_train_bench.compare.records import LogFacts, Record, steady
+from llm_train_bench.compare.run_files import is_runs_file, read_runs_file
+from llm_train_bench.compare.setting import changes_in_words, settings_of
+from llm_train_bench.compare.shareable import public_environment, word
 from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import commit_of, parse_result, read_steps, software
-from llm_train_bench.settings.flags import (
-    LEARNT,
-    LENGTH,
-    OUTPUT,
-    SETTABLE,
-    SPEED,
-    Args,
-    defaults,
-    of_kind,
-)
+from llm_train_bench.results.schema import Result
+from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SPEED, of_kind, present_flags
 
 GB_TO_GIB = 1e9 / 2**30
 PLATFORM_WORDS = """
 benchmark bench train training result results output nvidia amd cuda rocm nvd gpu h100 h200 b200 a100
 mi300x mi325x mi350x mi355x
 """.split()
-# Figures with the same name in a results.csv.
+# Figures that a record has by the same names as a result.
 FIGURES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "mfu", "tokens_per_joule")
 # Hyperparameters of the other suite, and their names here.
 HYPERPARAMETERS = {
@@ -52,6 +48,8 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
     keys = content.keys() if isinstance(content, dict) else set()
     if {"schema_version", "metrics"} <= keys:
         return [read_ours(content, path)]
+    if is_runs_file(content):
+        return records_of_file(path)
     if {"gpu_info", "performance_metrics"} <= keys:
         return [read_suite(content, path, facts)]
     if "log_history" in keys and isinstance(content["log_history"], list):
@@ -66,42 +64,36 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
 def read_ours(content: dict[str, Any], path: Path) -> Record:
     """A result.json; losses and learning rates from the steps.jsonl beside it."""
     try:
-        r = parse_result(content)
+        result = parse_result(content)
     except ValidationError as error:
         why = first_problem(error)
         raise UsageError(f"{path}: not a result of this version: {why}") from None
+    return record_of_result(result, read_steps(path.parent / "steps.jsonl"), str(path))
+
+
+def record_of_result(r: Result, steps: list[dict[str, Any]], path: str) -> Record:
+    """A run of ours as a record; `steps` as steps.jsonl has them."""
     m, a = r.metrics, r.args
-    settings = [str(a["amp"])] if a.get("amp") else []
-    if r.fp8:
-        settings.append(f"fp8 {r.fp8.backend} {r.fp8.recipe}")
-    if r.linear == "te":
-        settings.append("Transformer Engine")
-    if a.get("pt_compile"):
-        mode = a.get("compile_mode", "default")
-        settings.append("compile" if mode == "default" else str(mode))
-    if a.get("sac_freq"):
-        settings.append(f"sac {a['sac_freq']} {a.get('sac_policy', 'block')}")
-    settings.append(r.entrypoint.removesuffix(".py"))
-    if r.batch.micro_batch:
-        settings.append(f"b{r.batch.micro_batch}x{r.batch.grad_acc_steps}")
-    if a.get("pass_type", "step") != "step":
-        settings.append(str(a["pass_type"]))
     memory_gib, memory_kind = r.peak_memory
     sizes = {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len}
-
     # Of a loop's other settings nobody knows whether they change what is learnt.
-    learnt = a.keys() - of_kind(OUTPUT, LENGTH, SPEED) if r.ours else of_kind(LEARNT)
-    # A flag that is newer than the result had its default.
-    usual = {k: v for k, v in defaults(Args).items() if r.ours and k in of_kind(LEARNT)}
-
-    steps = read_steps(path.parent / "steps.jsonl")
+    flags = present_flags(a) if r.ours else a
+    learnt = flags.keys() - of_kind(OUTPUT, LENGTH, SPEED) if r.ours else of_kind(LEARNT)
     steps = [step for step in steps if step.get("phase") != "profile"]
-    # No host or user, no whole path.
-    origin = {"date": r.started_at[:16].replace("T", " "), "commit": commit_of(r)} | software(r)
-    if os := r.environment.get("os"):
-        origin["os"] = str(os)
-    return Record(
-        path=str(path),
+    # No host or user, no whole path; of the conditions what files of runs have, so that a run and its
+    # copy there are under the same.
+    on_cpu, public = r.device.type == "cpu", public_environment(r.environment)
+    origin = {"date": r.started_at[:16].replace("T", " "), "commit": commit_of(public)}
+    origin |= software(r.environment, on_cpu)
+    if os := public["os"]:
+        origin["os"] = os
+    conditions = {"commit": commit_of(public)} | software(public, on_cpu)
+    if r.power_limit_w:
+        conditions["power limit"] = f"{round(r.power_limit_w, -1):.0f} W"
+    if a.get("linear") == "auto":  # what that chose
+        conditions["linear"] = word(r.linear) or "plain"
+    record = Record(
+        path=path,
         suite="llm-train-bench",
         label=r.run_name,
         hardware=r.device.hardware,
@@ -109,7 +101,6 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         model=r.model.name,
         model_hash=r.model.hash,
         **sizes,
-        settings=" ".join(settings),
         **{name: getattr(m, name) for name in (*FIGURES, "goodput")},
         step_times_s=r.step_times_s,
         tflops_per_gpu=m.model_tflops_per_gpu,
@@ -120,19 +111,29 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         power_limit_w=r.power_limit_w,
         losses=[(s["step"], s["loss"]) for s in steps if s.get("loss") is not None],
         learning_rates=[(s["step"], s["lr"]) for s in steps if s.get("lr") is not None],
-        hyperparameters=usual | {k: v for k, v in a.items() if k in learnt} | sizes,
-        marks=r.unfit,
-        notes=list(r.notes),
-        remarks=list(r.disturbances),
+        hyperparameters={k: v for k, v in flags.items() if k in learnt} | sizes,
+        remarks=list(r.remarks),
         provenance=origin | {"command": " ".join(shown_command(r.command))},
-        software=software(r) | {"commit": commit_of(r)},
+        conditions=conditions,
         lineage=(r.lineage.id, r.lineage.attempt),
         first_step=r.resumed_from.step if r.resumed_from else 0,
-        arguments=r.settings
-        | {"global_batch": r.batch.global_batch, "script": r.entrypoint}
-        # What `auto` chose: runs with another library are no repeats.
-        | ({"linear": r.linear or "plain"} if a.get("linear") == "auto" else {}),
+        arguments=settings_of(r),
+        result=r,
+        steps=steps,
     )
+    record.settings = changes_in_words(record)
+    return record
+
+
+def records_of_file(path: Path) -> list[Record]:
+    """The runs of a file that --save wrote; UsageError if it is none."""
+    records = []
+    for entry in read_runs_file(path).settings:
+        for run in entry.runs:
+            record = record_of_result(run.result, [vars(step) for step in run.steps], str(path))
+            record.tolerance = entry.tolerance
+            records.append(record)
+    return records
 
 
 def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
@@ -192,64 +193,18 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
         memory_gib=peak * GB_TO_GIB if peak else None,
         memory_kind="allocated",
         losses=losses,
-        marks=unfinished_loss(losses),
         learning_rates=list(enumerate(series("learning_rates"))),
         hyperparameters=hyperparameters,
-        notes=notes,
+        remarks=[Remark(kind="information", text=note) for note in notes],
     )
 
 
 def read_csv(path: Path, facts: LogFacts) -> list[Record]:
-    """A results.csv of sweep.py, one record a row; or a metrics.csv of Lightning or litgpt."""
+    """A metrics.csv of Lightning or litgpt."""
     with path.open(newline="", encoding="utf-8-sig") as f:
-        rows = list(csv.DictReader(f))
-    if rows and "step" in rows[0] and "key" not in rows[0]:
+        first = next(csv.reader(f), [])
+    if "step" in first:
         return read_metrics_csv(path, facts)
-    if not rows or not {"key", "status", "model"} <= set(rows[0]):
-        raise UsageError(
-            f"{path}: is no results.csv of sweep.py (key, status, model, ...), no metrics.csv (step, ...)"
-        )
-
-    return [_of_row(row, path) for row in rows]
-
-
-def _of_row(row: dict[str, str], path: Path) -> Record:
-    def number(*names: str) -> float | None:
-        texts = filter(None, map(row.get, names))
-        return next((value for text in texts if (value := float(text))), None)
-
-    def whole(name: str) -> int | None:
-        return int(float(row[name])) if row.get(name) else None
-
-    figures: dict[str, Any] = {name: number(name) for name in FIGURES}
-    figures |= {name: whole(name) for name in ("n_gpus", "seq_len", "global_batch")}
-    # The sweep's axes.
-    names = SETTABLE - of_kind(OUTPUT)
-    flags = {name: _value(text) for name, text in row.items() if text and name in names}
-    marks = {f"status {row['status']}": row["status"] != "ok", row.get("unfit"): True}
-    return Record(
-        path=str(path),
-        suite="llm-train-bench",
-        label=row["key"],
-        settings=" ".join(f"{name}={value}" for name, value in flags.items()),
-        hyperparameters={k: v for k, v in flags.items() if k in of_kind(LEARNT)},
-        arguments={k: v for k, v in flags.items() if k not in of_kind(LENGTH)},
-        repeat_of=row["key"].rsplit("-", 1)[0],
-        model=row["model"],
-        hardware=row.get("hardware") or None,
-        result=row.get("result") or None,
-        **figures,
-        tflops_per_gpu=number("model_tflops_per_gpu"),
-        flop_convention="palm",
-        memory_gib=number("memory_gib", "peak_allocated_gib", "peak_rss_gib"),
-        memory_kind=row.get("memory_kind") or None,
-        marks=[mark for mark, applies in marks.items() if mark and applies],
-    )
-
-
-def _value(text: str) -> Any:
-    """The value of a cell of a CSV: a number, a truth value, or text."""
-    try:
-        return parse_json(text.lower() if text in ("True", "False") else text)
-    except ValueError:
-        return text
+    if "key" in first and "model" in first:
+        raise UsageError(f"{path}: is a table of a sweep; give its directory, which has the runs")
+    raise UsageError(f"{path}: is no metrics.csv (step, ...)")

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError, printable_data
+from llm_train_bench.base.hardware import device_called
+from llm_train_bench.results.remarks import Remark, RemarkKind, drift_remark
+from llm_train_bench.results.schema import Result
 
 # Facts that --log supplies: the key, and its type.
 FACTS: dict[str, tuple[str, Any]] = {
@@ -64,7 +67,6 @@ class Record:
     """A run's figures; None where its file does not have them.
 
     `flop_convention` says what `mfu` means: `palm` as in docs/METRICS.md, else the suite's own.
-    `marks` are the reasons why it cannot be compared like any other run.
     """
 
     path: str
@@ -91,22 +93,35 @@ class Record:
     losses: list[tuple[int, float]] = field(default_factory=list)
     learning_rates: list[tuple[int, float]] = field(default_factory=list)
     hyperparameters: dict[str, Any] | None = None
-    marks: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    arguments: dict[str, Any] | None = None  # only of our runs: training and speed flags
-    result: str | None = None  # the result.json that a row of a CSV was made from
+    remarks: list[Remark] = field(default_factory=list)
+    arguments: dict[str, Any] | None = None  # only of our runs: script, training and speed flags
+    result: Result | None = None  # only of our runs
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    tolerance: float | None = None  # of its setting, in a file of runs
     lineage: tuple[str, int] | None = None  # of its attempts, and the number of this one
     first_step: int = 0
     goodput: float | None = None
-    remarks: list[str] = field(default_factory=list)  # what may have changed the figures
     provenance: dict[str, str] = field(default_factory=dict)  # versions, commit, command
     model_told: bool = True  # or the model is called as the file is
-    software: dict[str, str] | None = None  # versions that speed can depend on, our own included
-    repeat_of: str | None = None  # the setting of a sweep's row
+    # Software, environment and state of the machine, as far as speed can depend on them.
+    conditions: dict[str, str] | None = None
     # Of a setting (compare/ratios.py): its name, its runs, and the rates of those that count.
     setting: str = ""
     runs: "list[Record]" = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+
+    def texts(self, *kinds: RemarkKind) -> list[str]:
+        """The texts of its remarks of these kinds."""
+        return [remark.text for remark in self.remarks if remark.kind in kinds]
+
+    @property
+    def invalid(self) -> list[str]:
+        """Why it cannot be compared like any other run; empty if it can."""
+        return self.texts("invalid")
+
+    def remark(self, text: str, kind: RemarkKind = "information", advice: str = "") -> None:
+        """Add a remark."""
+        self.remarks.append(Remark(kind=kind, text=text, advice=advice))
 
 
 def microseconds_per_token(r: Record) -> list[float]:
@@ -125,11 +140,17 @@ tokens_per_joule usd_per_hour
 def check_figures(r: Record) -> None:
     """ValueError for a bad figure or name; takes from texts what a terminal obeys, in place."""
     figures = [(name, getattr(r, name)) for name in POSITIVE]
-    figures += [("step_times", t) for t in r.step_times_s]
+    figures += [("step_times_s", t) for t in r.step_times_s]
     for name, value in figures:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and 0 < value < math.inf):
-            raise ValueError(f"{name} is {value!r}, not a number above 0")
+            why = f"{name} is {value!r}, not a number above 0"
+            if r.result is None:
+                raise ValueError(why)
+            r.remark(why, "invalid")  # the rest of its file is as it should be
+            setattr(r, name, [] if name == "step_times_s" else None)
+            if name == "step_times_s":
+                break
     for name in ("label", "hardware", "model", "settings", "suite"):
         value = getattr(r, name)
         if value is not None and not isinstance(value, str):
@@ -139,13 +160,30 @@ def check_figures(r: Record) -> None:
             if not isinstance(value, int | float):
                 raise ValueError(f"{name} holds {value!r}, not a number")
     for name, value in vars(r).items():
-        setattr(r, name, printable_data(value))
+        if name not in ("result", "remarks", "runs", "steps"):  # checked, or made here
+            setattr(r, name, printable_data(value))
 
 
-def unfinished_loss(losses: list[tuple[int, float]]) -> list[str]:
-    """A mark if the last loss is not finite; otherwise none."""
-    last = losses[-1][1] if losses else None
-    return ["loss not finite"] if isinstance(last, float) and not math.isfinite(last) else []
+def remark_on_figures(r: Record) -> None:
+    """Add the remarks that follow from the figures of a run of others; a Result has its own."""
+    last = r.losses[-1][1] if r.losses else None
+    if isinstance(last, float) and not math.isfinite(last):
+        r.remark("loss not finite", "invalid")
+    for text, advice in drift_remark(r.step_times_s):
+        r.remark(text, "disturbed", advice)
+    device = device_called(r.hardware)
+    doubt = "the number of GPUs, the hardware, the batch or the parameters may be wrong (--log)"
+    part = r.mfu or 0.0
+    if device and r.tflops_per_gpu:
+        part = max(part, r.tflops_per_gpu / device.bf16_tflops)
+    if part > (device.highest_tflops / device.bf16_tflops if device else 1.0):
+        r.remark(f"faster than its peak: an MFU of {part:,.0%}", "invalid", doubt)
+    elif part > 1:
+        text = f"an MFU of {part:,.0%}, which only FP8 or FP4 can reach"
+        r.remark(text, "disturbed", doubt)
+    if r.memory_gib and device and r.memory_gib > 1.02 * device.memory_gib:
+        text = f"{r.memory_gib:,.1f} GiB, and a {device.name} has {device.memory_gib:,.1f}"
+        r.remark(text, "invalid", doubt)
 
 
 def steady(times: list[float]) -> list[float]:

@@ -20,9 +20,9 @@ from llm_train_bench.base.tables import (
     show_whole,
     write_rows,
 )
-from llm_train_bench.compare.ratios import RUNS_DIFFER, RUNS_FOR_A_VERDICT, TABLE_ERROR, Compared
+from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record, microseconds_per_token
-from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR
 
 Item = TypeVar("Item")
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
@@ -40,19 +40,19 @@ def cells(row: Compared, tokens: float | None) -> dict[str, str]:
     estimated = "" if row.energy_measured or row.tokens_per_joule is None else " (TDP)"
     texts = {
         "setting": r.setting,
-        "runs": str(len(r.rates) or 1),
+        "runs": str(len(r.rates) or len(r.runs)),
         "hardware": r.hardware or "unknown",
         "GPUs": str(r.n_gpus or "?"),
         "tokens/s per GPU": number(r.tokens_per_sec_per_gpu, ",.0f"),
         "ratio [95 %]": ratio,
-        "verdict": row.verdict + (f": {'; '.join(row.marks)}" if row.marks else ""),
+        "verdict": row.verdict + (f": {'; '.join(row.not_compared)}" if row.not_compared else ""),
         "TFLOP/s": number(r.tflops_per_gpu, ",.4g") + (star if r.tflops_per_gpu else ""),
         "MFU": number(r.mfu, ".1%") + (star if r.mfu else ""),
         "memory GiB": memory_text(r.memory_gib, r.memory_kind, ".1f"),
         "US$/T tokens": number(row.usd_per_trillion, ",.0f"),
         "tokens/J": number(row.tokens_per_joule, ".2f") + estimated,
         "goodput": number(r.goodput, ".1%"),
-        "remarks": "; ".join(r.remarks),
+        "remarks": "; ".join(row.remarks),
     }
     return texts | {"days": number(row.days, ",.1f")} if tokens else texts
 
@@ -114,11 +114,11 @@ def row_facts(row: Compared, tokens: float | None) -> dict[str, Any]:
     """A setting's figures, as all files have them; None for what is unknown."""
     r = row.record
     energy = None if row.tokens_per_joule is None else "measured" if row.energy_measured else "TDP"
-    facts = {"group": row.group, "setting": r.setting, "runs": len(r.rates) or 1}
+    facts = {"group": row.group, "setting": r.setting, "runs": len(r.rates) or len(r.runs)}
     facts |= _fields(r, "hardware n_gpus tokens_per_sec_per_gpu")
     facts |= {"ratio": 1.0 if row.is_reference else row.ratio}
     facts |= _fields(row, "ratio_low ratio_high verdict")
-    facts |= {"not_compared": "; ".join(row.marks), "remarks": "; ".join(r.remarks)}
+    facts |= {"not_compared": "; ".join(row.not_compared), "remarks": "; ".join(row.remarks)}
     facts |= _fields(r, "tflops_per_gpu mfu flop_convention memory_gib memory_kind")
     facts |= {"usd_per_trillion_tokens": row.usd_per_trillion}
     facts |= {"tokens_per_joule": row.tokens_per_joule, "energy": energy, "goodput": r.goodput}
@@ -130,7 +130,8 @@ def run_facts(row: Compared, r: Record) -> dict[str, Any]:
     facts = {"group": row.group, "setting": row.record.setting, "run": r.label}
     facts |= _fields(r, "hardware n_gpus settings tokens_per_sec_per_gpu mfu tflops_per_gpu")
     facts |= _fields(r, "memory_gib goodput")
-    facts |= {"not_compared": "; ".join(r.marks), "remarks": "; ".join(r.remarks), "suite": r.suite}
+    facts |= {"invalid": "; ".join(r.invalid), "remarks": "; ".join(r.texts("disturbed"))}
+    facts |= {"suite": r.suite}
     origin = ("date", "commit", "torch", "driver", "command")
     return facts | {name: r.provenance.get(name) for name in origin} | {"path": shown_path(r.path)}
 
@@ -200,20 +201,12 @@ def html(rows: list[Compared], tokens: float | None, remarks: list[str], priced:
         "prices": f"Prices are rental prices per GPU-hour{' as given' if priced else DEFAULT_PRICES}.",
         "remarks": remarks,
         "groups": [_group(name, members, tokens, whole) for name, members in groups.items()],
-        "runs_for_a_verdict": RUNS_FOR_A_VERDICT,
-        "runs_differ": RUNS_DIFFER,
-        "table_error": TABLE_ERROR,
         "provenance": {"differ": differ, "shared": shared},
     }
-    return page_of(Path(__file__).parent / "report_page.html", content)
-
-
-def page_of(template: Path, content: dict[str, Any]) -> str:
-    """A page that needs no other file: a template with its data, and all pages' style and script."""
     folder = Path(__file__).parent
     page, style, script = (
-        path.read_text(encoding="utf-8")
-        for path in (template, folder / "page.css", folder / "page.js")
+        (folder / name).read_text(encoding="utf-8")
+        for name in ("report_page.html", "page.css", "page.js")
     )
     page = page.replace("/*STYLE*/\n", style).replace("/*SCRIPT*/\n", script)
     # JSON has no NaN, and a page's script ends at the first "</".
@@ -224,18 +217,18 @@ def page_of(template: Path, content: dict[str, Any]) -> str:
 def _group(name: str, members: list[Compared], tokens: float | None, whole: bool) -> dict[str, Any]:
     """A group as the report's script takes it; curves of those that it draws."""
     fast = sorted(members, key=by_speed)[:MOST_DRAWN]
-    drawn, rows = {id(m) for m in fast if m.is_reference or not m.marks}, []
+    drawn, rows = {id(m) for m in fast if m.is_reference or not m.not_compared}, []
     for m in members:
         r, shown = m.record, id(m) in drawn
         card, runs = device_called(r.hardware), []
         for i, run in enumerate(r.runs[:100] if whole or shown else []):
             times = spread(microseconds_per_token(run), 120) if shown and i < 3 else []
             facts = {"name": run.label, "speed": _figures(run.tokens_per_sec_per_gpu)}
-            facts |= {"path": shown_path(run.path), "marks": "; ".join(run.marks)}
+            facts |= {"path": shown_path(run.path), "invalid": "; ".join(run.invalid)}
             runs.append(facts | {"times": [_figures(t) for t in times]})
         losses = spread(r.losses, 200) if shown else []
-        facts = {"n": len(r.rates) or 1, "runs": runs, "rates": [_figures(x) for x in r.rates]}
-        facts |= {"marks": m.marks, "card_gib": card and card.memory_gib}
+        facts: dict[str, Any] = {"n": len(r.rates) or len(r.runs), "runs": runs}
+        facts |= {"marks": m.not_compared, "card_gib": card and card.memory_gib}
         facts |= {"losses": [[i, _figures(x)] for i, x in losses]}
         rows.append(row_facts(m, tokens) | facts)
     return {"name": name, "verdicts": verdicts(members), "rows": rows}
@@ -251,21 +244,6 @@ def spread(values: Sequence[Item], most: int) -> list[Item]:
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
-
-
-def sweep_remarks(paths: Sequence[str]) -> list[str]:
-    """Differences between platforms that sweeps under identical_config found."""
-    lines = []
-    for path in (Path(p) / "sweep.json" for p in paths):
-        try:
-            content = parse_json(path.read_text(encoding="utf-8"))
-            if content["experiment"]["methodology"] == "identical_config":
-                lines += [
-                    f"{path.parent.name} is not identical: {d}" for d in content["differences"]
-                ]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return lines
 
 
 def unknown_models(rows: list[Compared]) -> list[str]:

@@ -183,8 +183,8 @@ def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]
     if not measured:
         raise UsageError(f"{where} has no measured step; use a run that was completed")
     # Of a peak the list itself may be wrong.
-    if wrong := [mark for mark in result.unfit if mark != "faster than its peak"]:
-        raise UsageError(f"{where} is unfit for comparison: {'; '.join(wrong)}")
+    if wrong := [text for text in result.invalid if text != "faster than its peak"]:
+        raise UsageError(f"{where} is invalid: {'; '.join(wrong)}")
     hardware, threads = result.device.hardware, int(result.environment.get("torch_threads") or 1)
     known = hardware in (gpu.name, *gpu.driver_names) or gpu.name.startswith(f"{hardware}, ")
     if gpu.platform == "cpu":

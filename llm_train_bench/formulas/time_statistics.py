@@ -142,28 +142,3 @@ def chance_of(t: float, degrees: float) -> float:
     degrees = round(min(degrees, 1e4), 1)
     angle, mass = _half_of_t(degrees)
     return 1 - 2 * float(np.interp(math.atan(abs(t) / math.sqrt(degrees)), angle, mass))
-
-
-def welch_ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float] | None:
-    """95 % interval of a mean rate over another, and the chance of that difference by noise alone.
-
-    Welch's test on logarithms of the runs' rates; None with fewer than two runs on a side.
-    """
-    logs = (mean_of([math.log(x) for x in side]) for side in (a, b))
-    if min(len(a), len(b)) < 2 or (gap := difference(*logs)) is None:
-        return None
-    middle, error, degrees = gap
-    wide = student_t(0.975, degrees) * error
-    chance = chance_of(middle / error, degrees) if error else float(middle == 0)
-    return math.exp(middle - wide), math.exp(middle + wide), chance
-
-
-def surely(chances: Sequence[float], error: float = 0.05) -> list[bool]:
-    """Which differences hold, so that any false one among all has at most this chance (Holm 1979)."""
-    order = sorted(range(len(chances)), key=chances.__getitem__)
-    holds = [False] * len(chances)
-    for rank, i in enumerate(order):
-        if chances[i] > error / (len(chances) - rank):
-            break
-        holds[i] = True
-    return holds

@@ -48,7 +48,7 @@ class MemoryReport:
             self.step = -1
         elif self.step in schedule.profiled:
             self.step = -1
-            result.notes.append("no memory by kind: a profiler looked at the last warm-up step")
+            result.remark("no memory by kind: a profiler looked at the last warm-up step")
 
     def before(self, step: int) -> None:
         if step != self.step:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -151,10 +152,17 @@ def print_result(result: Result) -> None:
     if p := result.profile:
         last = p.first_step + p.n_steps - 1
         show_breakdown(console, f"steps {p.first_step} to {last}, profiled", p)
-    text.writelines(f"note: {note}\n" for note in result.notes)
+    text.writelines(f"note: {line}\n" for line in remark_lines(result))
     lines = text.getvalue().rstrip("\n")
     if not say(lines, sys.stdout):
         say(lines)
+
+
+def remark_lines(result: Result) -> Iterator[str]:
+    """A line on each remark, what makes the run invalid first."""
+    for kind, what in (("invalid", "invalid: "), ("disturbed", ""), ("information", "")):
+        for remark in (x for x in result.remarks if x.kind == kind):
+            yield f"{what}{remark.text}" + (f": {remark.advice}" if remark.advice else "")
 
 
 def table_rows(result: Result) -> list[tuple[str, str]]:
@@ -166,7 +174,7 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)" if s.n_parameters else s.name),
         ("device", f"{result.device.count} x {result.device.name}"),
         ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
-        *([("unfit for comparison", "; ".join(result.unfit))] if result.unfit else []),
+        *([("invalid", "; ".join(result.invalid))] if result.invalid else []),
         *metric_rows(result.metrics),
     ]
     if result.observed:
@@ -178,7 +186,6 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
             if o.paths
             else []
         )
-        rows += [("fallbacks", "; ".join(o.fallbacks))] if o.fallbacks else []
         for kind, use in o.collectives.items():
             text = f"{use.calls:g}, {use.time_s:.4f} s, {number(use.bus_gb_per_s, '.3g')} GB/s"
             rows.append((f"{kind}: calls, time, bus", text))

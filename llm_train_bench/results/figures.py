@@ -16,11 +16,10 @@ from llm_train_bench.formulas.parameters import linear_parameters
 from llm_train_bench.formulas.time_statistics import describe
 from llm_train_bench.formulas.work import PASS_FORWARDS, STEP_PARTS, Fp8Work, Work
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.results.remarks import POWER_CAP
 from llm_train_bench.results.result_files import Step, finite
-from llm_train_bench.results.schema import POWER_CAP, DeviceUse, Fp8Info, RankInfo, Result
+from llm_train_bench.results.schema import DeviceUse, Fp8Info, RankInfo, Result
 
-# Energy counter and power samples may differ by this fraction.
-POWER_AGREES = 0.2
 # The shortest window whose ticks of CPU time tell who used it [CPU seconds].
 SHORTEST_LOOK_S = 1.0
 # A GPU that is further behind the others than this fraction is reported.
@@ -40,7 +39,6 @@ class RankTimes:
     probe_tflops: float | None  # of its device by itself (llm_train_bench/measure/matmul_rate.py)
     # Inside the window.
     compile_s: float = 0.0
-    n_recompilations: int = 0
     graphs_recorded: int | None = None
     # Of its machine: all, busy, stolen; and its own (llm_train_bench/measure/device.py).
     cpu_seconds: tuple[float, ...] | None = None
@@ -64,12 +62,12 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         values = [value for r in ranks if (value := r.memory[key]) is not None]
         setattr(m, key, max(values, default=None))
     if m.allocator_retries:
-        result.notes.append(
+        result.remark(
             f"memory was so full that the allocator emptied its cache {m.allocator_retries} times in the "
             "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
     if m.repeated_steps and m.ep_capacity_needed:
-        result.notes.append(
+        result.remark(
             f"{m.repeated_steps} measured or captured steps ran twice: rows of experts did not fit; use "
             f"--ep-capacity {math.ceil(10 * m.ep_capacity_needed) / 10:g} or more, or leave it out"
         )
@@ -110,7 +108,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         behind = m.device_imbalance = 1 - min(rates) / statistics.fmean(rates)
         if behind > SLOW_DEVICE and result.device.type == "cuda":
             late = ranks[m.slowest_device]
-            result.notes.append(
+            result.remark(
                 f"rank {late.rank} on {late.host}: its GPU multiplies {behind:.0%} slower "
                 "than the mean of all; every other one waits for it"
             )
@@ -122,20 +120,9 @@ def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:
     spent = max(r.compile_s for r in ranks)
     if result.args.get("pt_compile") or spent:  # FlexAttention compiles without being asked
         m.window_compile_s = spent
-    if spent:
-        again = max(r.n_recompilations for r in ranks)
-        result.notes.append(
-            f"torch.compile worked for {spent:.1f} s ({again} recompilations) inside the window: the "
-            "figures are not those of a steady run; use more --warmup-steps"
-        )
     m.window_graphs_recorded = max(
         (r.graphs_recorded for r in ranks if r.graphs_recorded is not None), default=None
     )
-    if m.window_graphs_recorded:
-        result.notes.append(
-            f"CUDA graphs were recorded again {m.window_graphs_recorded} times inside the window: the "
-            "figures are not those of a steady run; use another --compile-mode"
-        )
 
 
 def _fill_machine_use(result: Result, ranks: list[RankTimes]) -> None:
@@ -160,23 +147,10 @@ def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
     throttled = [d.throttled for d in devices if d.throttled is not None]
     if throttled:
         m.power_cap_fraction = max(parts.get(POWER_CAP, 0.0) for parts in throttled)
-        m.clocks_held_down = bool(result.spoilt_by)
+        m.clocks_held_down = any(d.held_down.keys() - {POWER_CAP} for d in devices)
     for d in devices:
-        if d.held_down:
-            reasons = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
-            result.notes.append(f"rank {d.rank}: clocks were held down in the window: {reasons}")
-        sampled, counted = d.sampled_power_mean_w, d.average_power_w
-        if sampled and counted and d.n_samples >= 5 and abs(counted / sampled - 1) > POWER_AGREES:
-            result.notes.append(
-                f"rank {d.rank}: {counted:.0f} W by the energy counter, {sampled:.0f} W by samples of "
-                "the power: one of them is wrong"
-            )
         if d.other_processes is not None:
             m.device_shared = m.device_shared or d.other_processes > 0
-        if d.other_processes:
-            result.notes.append(
-                f"rank {d.rank}: {d.other_processes} other process(es) used its GPU"
-            )
 
 
 def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) -> None:
@@ -194,7 +168,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         broken = [s.step for s in steps if s.loss is not None and finite(s.loss) is None]
         if broken:
             of = f"{len(broken)} of {len(steps)} steps, first in step {broken[0]}"
-            result.notes.append(f"the loss is not finite in {of}")
+            result.remark(f"the loss is not finite in {of}")
     m.n_measured_steps = len(times)
     if not times:
         return
@@ -243,7 +217,7 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
     m.hfu_causal = m.mfu_causal * (1 + again / causal)
     m.ideal_time_fraction, why = _time_fraction(result, work, d.peak_bf16_tflops, low)
     if why is not None:
-        result.notes.append(f"ideal_time_fraction is null: {why}")
+        result.remark(f"ideal_time_fraction is null: {why}")
 
 
 def fill_flop_rates(result: Result, palm: float, causal: float | None) -> None:
@@ -256,9 +230,7 @@ def fill_flop_rates(result: Result, palm: float, causal: float | None) -> None:
     m.model_tflops_per_gpu, m.model_tflops_per_gpu_causal = tflops, causal_tflops
     if (peak := d.peak_bf16_tflops) is None:
         cpu = ", and benchmarks/gemm.py measures it" if d.type == "cpu" else ""
-        result.notes.append(
-            f"mfu is null: no known peak for {d.name!r}; --peak-tflops gives one{cpu}"
-        )
+        result.remark(f"mfu is null: no known peak for {d.name!r}; --peak-tflops gives one{cpu}")
         return
     m.mfu, m.mfu_causal = tflops / peak, None if causal_tflops is None else causal_tflops / peak
 

@@ -75,6 +75,7 @@ def parse_result(content: Any) -> Result:
     result = Result.model_validate(content)
     if result.status == "running" and (alive := is_alive(result.writer)) is not True:
         result.status = "unknown" if alive is None else "killed"
+        result.judge()
     return result
 
 
@@ -169,32 +170,31 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def settings_of(r: Result) -> dict[str, str]:
-    """Variables of the environment that change speed or numerics; paths as they may be shown."""
-    settings = r.environment.get("settings")
-    items = settings.items() if isinstance(settings, dict) else ()
-    # `software` has the threads; a cache's place and a job's number change nothing.
-    ignored = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "SLURM_JOB_ID")
-    return {str(k): shown_word(str(v)) for k, v in items if k not in ignored}
-
-
-def commit_of(r: Result) -> str:
+def commit_of(environment: Mapping[str, Any]) -> str:
     """The revision of this project that ran, with a digest of its uncommitted changes."""
-    e = r.environment
+    e = environment
     changed = f"+{e.get('git_diff') or 'changes'}" if e.get("git_dirty") else ""
     return str(e.get("git_sha") or "unknown")[:10] + changed
 
 
-def software(r: Result) -> dict[str, str]:
-    """Software that a run's speed can depend on, besides our own: name to version, where known."""
-    e = r.environment
-    parts = (e.get("libraries"), e.get("image"))
-    versions, image = (dict(part) if isinstance(part, dict) else {} for part in parts)
+# Variables that change no speed: `software` has the threads, and a cache's place and a job's number.
+IRRELEVANT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "SLURM_JOB_ID")
+
+
+def software(environment: Mapping[str, Any], on_cpu: bool) -> dict[str, str]:
+    """Software and variables that a run's speed can depend on, besides our own: name to version.
+
+    Paths in variables are shown as they may leave the machine, and an image without its registry.
+    """
+    e = environment
+    parts = (e.get(name) for name in ("libraries", "image", "settings"))
+    versions, image, settings = (dict(part) if isinstance(part, dict) else {} for part in parts)
     versions |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
-    versions["threads"] = e.get("torch_threads") if r.device.type == "cpu" else None
+    versions["threads"] = e.get("torch_threads") if on_cpu else None
     versions["python"] = e.get("python")
-    versions |= settings_of(r)
-    versions["image"] = " ".join(str(part) for part in image.values() if part)
+    versions |= {str(k): shown_word(str(v)) for k, v in settings.items() if k not in IRRELEVANT}
+    tag = str(image.get("name") or "").rpartition("/")[2]
+    versions["image"] = " ".join(filter(None, (tag, image.get("digest"))))
     return {name: str(version) for name, version in versions.items() if version}
 
 
@@ -225,6 +225,13 @@ class Step:
     micro_batch_times_s: tuple[float, ...] = ()
 
 
+def step_fields(step: Step) -> dict[str, Any]:
+    """A step as files have it: without what few steps have, where this one has none."""
+    rare = ("saved", "idle_time_s", "compile_s", "micro_batch_times_s")
+    fields = {name: finite(value) for name, value in vars(step).items()}
+    return {name: value for name, value in fields.items() if value or name not in rare}
+
+
 class StepsFile:
     """steps.jsonl: one JSON object a line and step; infinite and undefined values become null."""
 
@@ -233,11 +240,7 @@ class StepsFile:
 
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
-            fields = {k: finite(v) for k, v in vars(step).items()}
-            for name in ("saved", "idle_time_s", "compile_s", "micro_batch_times_s"):
-                if not fields[name]:
-                    del fields[name]
-            self.file.write(json.dumps(fields) + "\n")
+            self.file.write(json.dumps(step_fields(step)) + "\n")
         self.file.flush()
 
     def fileno(self) -> int:

@@ -1,13 +1,12 @@
 """The schema of a result. docs/METRICS.md defines each field. Needs no torch."""
 
-import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llm_train_bench.base.strict import Strict
-from llm_train_bench.formulas.time_statistics import drift
 from llm_train_bench.results.metrics import Metrics
+from llm_train_bench.results.remarks import Remark, RemarkKind, derived_remarks
 from llm_train_bench.settings.flags import GRAPH_MODES, LENGTH, OUTPUT, Script, of_kind
 from llm_train_bench.trace.breakdown import CostlyKernel, HostGaps
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
@@ -16,12 +15,6 @@ from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401
 SCHEMA_VERSION = 3
 # Clocks throttled in less than this part of the window may be a sample's chance.
 HELD_DOWN = 0.01
-# A device holds its average power to its limit, except for moments.
-LIMIT_SLACK = 0.05
-# Parts of a machine's CPU time that are worth a note: of a CPU run, beside a GPU, and withheld.
-BUSY_CPU, BUSY_HOST, STOLEN_CPU = 0.1, 0.5, 0.01
-# The one reason that is normal: under full load a GPU is at its power limit.
-POWER_CAP = "power cap"
 
 
 class ModelInfo(Strict):
@@ -191,7 +184,7 @@ class Result(Strict):
     schema_version: Literal[3] = SCHEMA_VERSION
     status: Status = "running"
     error: str | None = None
-    notes: list[str] = Field(default_factory=list)
+    remarks: list[Remark] = Field(default_factory=list)
     writer: Writer
     resumed_from: ResumedFrom | None = None
     lineage: Lineage
@@ -206,7 +199,6 @@ class Result(Strict):
     device: Device
     batch: StepSize
     loss_known: bool = True
-    unfit_reasons: list[str] = Field(default_factory=list)
     fp8: Fp8Info | None = None
     attention_kernel: str | None = None
     linear: str | None = None
@@ -231,111 +223,52 @@ class Result(Strict):
         no_setting = of_kind(OUTPUT, LENGTH) if self.ours else METER_LENGTH
         return {k: v for k, v in self.args.items() if k not in no_setting}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _remarks_of_older_results(cls, content: Any) -> Any:
+        """Older results have texts in several places, where now one list of remarks is."""
+        if not isinstance(content, dict):
+            return content
+        content = dict(content)
+        observed = content.get("observed")
+        observed = dict(observed) if isinstance(observed, dict) else {}
+        older = [
+            ("information", content.pop("notes", [])),
+            ("invalid", content.pop("unfit_reasons", [])),
+        ]
+        older.append(("information", observed.pop("fallbacks", [])))
+        older.append(("invalid", observed.pop("mismatches", [])))
+        if observed:
+            content["observed"] = observed
+        texts = [{"kind": kind, "text": text} for kind, found in older for text in found]
+        return content | {"remarks": [*content.get("remarks", []), *texts]} if texts else content
+
+    @model_validator(mode="after")
+    def _has_all_remarks(self) -> "Result":
+        self.judge()
+        return self
+
+    def judge(self) -> None:
+        """Make the remarks that follow from the figures anew; call it after a figure has changed."""
+        derived = list(derived_remarks(self))
+        known = {text for remark in derived for text in (remark.text, remark.advice)}
+        noted = [x for x in self.remarks if not x.from_figures and x.text not in known]
+        self.remarks = noted + derived
+
+    def remark(self, text: str, kind: RemarkKind = "information", advice: str = "") -> None:
+        """Add a remark, once."""
+        remark = Remark(kind=kind, text=text, advice=advice)
+        if remark not in self.remarks:
+            self.remarks.append(remark)
+
+    def texts(self, *kinds: RemarkKind) -> list[str]:
+        """The texts of its remarks of these kinds."""
+        return [remark.text for remark in self.remarks if remark.kind in kinds]
+
     @property
-    def unfit(self) -> list[str]:
+    def invalid(self) -> list[str]:
         """Why its figures are not those of an undisturbed run; empty if they are."""
-        m, a, spoilt = self.metrics, self.args, ", ".join(self.spoilt_by)
-        asked = self.ours and (a.get("profile") or a.get("nsys_start") is not None)
-        profiled = self.profile or asked
-        no_loss = self.loss_known and m.final_loss is None and self.step_times_s
-        marks = {
-            f"status {self.status}": self.status != "ok",
-            "profiled": profiled,
-            f"clocks held down ({spoilt})": spoilt,
-            "shared GPU": m.device_shared,
-            "compiled in the window": m.window_compile_s,
-            "saved in the window": m.window_saves,
-            "evaluated in the window": m.window_evaluations,
-            "CUDA graphs recorded in the window": m.window_graphs_recorded,
-            "loss not finite": self.status == "ok" and no_loss,
-            "FP8 emulated": self.fp8 and self.fp8.emulated,
-        }
-        mismatches = self.observed.mismatches if self.observed else []
-        marked = [mark for mark, on in marks.items() if on]
-        return [*marked, *self.unfit_reasons, *self.impossible, *mismatches]
-
-    @property
-    def impossible(self) -> dict[str, str]:
-        """Figures beyond what is possible: a mark of each, and the line that says why."""
-        m, d, marks = self.metrics, self.device, {}
-        # The time that useful FLOPs need at the peaks, over the measured time.
-        without = m.ideal_time_fraction is None and not self.fp8  # as for fp32
-        if (part := (m.mfu_causal if without else m.ideal_time_fraction) or 0) > 1:
-            marks["faster than its peak"] = (
-                f"the run reached {part:.0%} of the peak, which is impossible: the peak of "
-                f"{d.name!r} ({d.peak_source}) or a time is wrong"
-            )
-        for use in self.devices:
-            watts, limit = use.average_power_w or 0, use.power_limit_w or math.inf
-            if watts > (1 + LIMIT_SLACK) * limit:
-                marks["more power than its limit"] = (
-                    f"rank {use.rank} drew {watts:,.0f} W on average, which is impossible: its limit is "
-                    f"{limit:,.0f} W; the energy counter is wrong"
-                )
-        has = d.memory_gib or math.inf
-        if (gib := max(m.peak_reserved_gib or 0, m.peak_allocated_gib or 0)) > has * 1.001:
-            marks["more memory than its device has"] = (
-                f"the run held {gib:,.2f} GiB, which is impossible: the device has {has:,.2f}"
-            )
-        low, high = self.random_loss or (-math.inf, math.inf)
-        if m.first_loss is not None and not low <= m.first_loss <= high:
-            marks["first loss not that of random values"] = (
-                f"the first loss is {m.first_loss:.2f}, and random values on random tokens give "
-                f"{low:.2f} to {high:.2f}: the model does not compute what it should"
-            )
-        return marks
-
-    @property
-    def random_loss(self) -> tuple[float, float] | None:
-        """Bounds of the first loss of random values on random tokens [nats]; None for others.
-
-        Logits are then about normal, with a standard deviation s of `initializer_range` x the square
-        root of `hidden_size`: the loss is ln V + s^2 / 2 on average. The bounds leave s^2 / 2 and half a
-        nat on both sides, and five standard errors of a mean over the step's tokens.
-        """
-        a, shape = self.args, self.model.shape
-        if a.get("init_from") or self.resumed_from or a.get("data") != "synthetic":
-            return None
-        keys = ("vocab_size", "hidden_size", "initializer_range")
-        if not all(isinstance(shape.get(k), int | float) and shape[k] > 0 for k in keys):
-            return None
-        s = shape["initializer_range"] * shape["hidden_size"] ** 0.5 * shape.get("logit_scale", 1.0)
-        middle = math.log(shape["vocab_size"]) + s * s / 2
-        wide = s * s / 2 + 0.5 + 5 * s / (self.batch.tokens_per_step or 1) ** 0.5
-        # With a tied head a token's logit for itself is up to d x initializer_range.
-        self_logit = s * shape["hidden_size"] ** 0.5 if shape.get("tie_word_embeddings") else 0.0
-        return middle - wide, max(middle, self_logit) + wide
-
-    @property
-    def disturbances(self) -> dict[str, str]:
-        """What may have changed the figures: a mark of each, and the line that says it."""
-        m, marks = self.metrics, {}
-        change, drifts = drift(self.step_times_s)
-        if drifts:
-            marks[f"drift {change:+.1%}"] = (
-                f"step time changed by {change:+.1%} over the window (last third to first): the device "
-                "may not have been in a steady state; use more --warmup-steps and --n-steps"
-            )
-        others, stolen = m.other_cpu_fraction or 0, m.stolen_cpu_fraction or 0
-        if others > (BUSY_CPU if self.device.type == "cpu" else BUSY_HOST):
-            marks[f"busy CPU {others:.0%}"] = (
-                f"other processes took {others:.0%} of the machine's CPU time in the window"
-            )
-        if stolen > STOLEN_CPU:
-            marks[f"stolen CPU {stolen:.0%}"] = (
-                f"the virtual machine's host withheld {stolen:.0%} of the CPU time in the window"
-            )
-        return marks
-
-    @property
-    def drifts(self) -> bool:
-        """Whether step time changed over the window by more than chance: no steady state."""
-        return drift(self.step_times_s)[1]
-
-    @property
-    def spoilt_by(self) -> list[str]:
-        """Reasons except power caps that held clocks down for more than a moment of the window."""
-        return sorted({why for d in self.devices for why in d.held_down} - {POWER_CAP})
+        return self.texts("invalid")
 
     @property
     def peak_memory(self) -> tuple[float | None, str]:

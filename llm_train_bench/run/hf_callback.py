@@ -69,7 +69,8 @@ class HFMeterCallback(TrainerCallback):
             number = sum(p.numel() for p in model.parameters())
             known = {"n_parameters": number, "hash": digest_of(json.dumps(shapes))}
             meter.result.model = meter.result.model.model_copy(update=known)
-        meter.result.notes += notes
+        for note in notes:
+            meter.result.remark(note)
         # Where num_items_in_batch counts the tokens of all ranks, the Trainer scales losses by them.
         self.ranks_share = args.world_size if args.average_tokens_across_devices else 1
         self.losses: list[Tensor] = []

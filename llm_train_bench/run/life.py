@@ -60,7 +60,8 @@ class Run(RunRecord):
         self.counted = False
         self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
-        self.result.notes += attempt.notes
+        for note in attempt.notes:
+            self.result.remark(note)
         if before := attempt.manifest:
             self.result.resumed_from = ResumedFrom(
                 run=before.run, step=before.step, path=str(attempt.checkpoint)
@@ -130,13 +131,11 @@ class Run(RunRecord):
             heat_s = 0.0  # nothing will be measured
         elif heat_s and schedule.profiler and schedule.window_begin in schedule.profiled[1:]:
             heat_s = 0.0
-            self.result.notes.append(
+            self.result.remark(
                 "no matmuls warmed the device before the window: the steps around its begin are traced"
             )
         if heat_s:
-            self.result.notes.append(
-                f"{heat_s:.1f} s of matmuls warmed the device before the window"
-            )
+            self.result.remark(f"{heat_s:.1f} s of matmuls warmed the device before the window")
         self.window.open(heat_s)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
@@ -187,7 +186,7 @@ class Run(RunRecord):
             return
         counts = self.fill_compile_counts()
         if counts.graphs_refused and self.plan.work.cuda_graphs:
-            self.result.notes.append(
+            self.result.remark(
                 f"{counts.graphs_refused} compiled graphs run without CUDA graphs, which PyTorch "
                 "refused for them; TORCH_LOGS=cudagraphs says why"
             )

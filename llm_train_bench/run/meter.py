@@ -43,7 +43,7 @@ from llm_train_bench.run.provenance import (
 )
 from llm_train_bench.run.record import RunRecord
 from llm_train_bench.settings.flags import OutputFlags, TrackerName
-from llm_train_bench.trace.observed import observe, sequence_lengths
+from llm_train_bench.trace.observed import fallbacks, observe, sequence_lengths
 from llm_train_bench.trace.read_trace import Trace
 
 MOST_STEPS = 10**7
@@ -218,7 +218,7 @@ class Meter(RunRecord):
         )  # fmt: skip
         if self.config and self.config.unknown_keys:
             keys = ", ".join(self.config.unknown_keys)
-            result.notes.append(f"{self.config.path}: unknown keys are ignored: {keys}")
+            result.remark(f"{self.config.path}: unknown keys are ignored: {keys}")
         output = OutputFlags(
             output_dir=str(output_dir), no_tensorboard=not tensorboard, track=tuple(track), quiet=quiet
         )  # fmt: skip
@@ -296,7 +296,7 @@ class Meter(RunRecord):
     def paused(self, kind: Literal["evaluation", "save"]) -> None:
         """An evaluation or a save has ended: the time since the last step belongs to no step.
 
-        Inside the window it makes the run unfit for comparison, as in our own loop.
+        Inside the window it makes the run invalid, as in our own loop.
         """
         m = self.result.metrics
         if kind not in ("evaluation", "save"):
@@ -355,7 +355,7 @@ class Meter(RunRecord):
         """Trace a step; what goes wrong in the step itself is the loop's, and the rest is a note."""
         if _profiler_is_on():  # a second one would destroy its trace
             why = "the loop has a profiler on"
-            self.result.notes.append(f"the kernels that ran were not observed: {why}")
+            self.result.remark(f"the kernels that ran were not observed: {why}")
             yield
             return
         failed: BaseException | None = None
@@ -370,17 +370,18 @@ class Meter(RunRecord):
             if error is failed:
                 raise
             why = classify(error)[1]
-            self.result.notes.append(f"the kernels that ran were not observed: {why}")
+            self.result.remark(f"the kernels that ran were not observed: {why}")
 
     def _look(self, trace: Trace) -> None:
         self.result.observed = observe(trace, True, self.ranks.world, assume_math=False)
+        for text in fallbacks(trace):
+            self.result.remark(text)
         if not self.seq_len:
             self.lengths |= sequence_lengths(trace)
 
     def _is_unfit(self, why: str) -> None:
         """Mark the run as one that cannot be compared."""
-        if why not in self.result.unfit_reasons:
-            self.result.unfit_reasons.append(why)
+        self.result.remark(why, "invalid")
 
     def close_window(self) -> None:
         super().close_window()
@@ -412,7 +413,7 @@ class Meter(RunRecord):
         error = None if done or isinstance(error, GeneratorExit) else error
         if error is None and self.warmup_steps <= self.n < self.window_end:
             measured = self.n - self.warmup_steps
-            self.result.notes.append(
+            self.result.remark(
                 f"the loop ended after {measured} of {self.window_end - self.warmup_steps} measured steps"
             )
             synchronize(self.device)
@@ -423,7 +424,7 @@ class Meter(RunRecord):
         r, seq_len, why = self.result, self.seq_len, "no seq_len was given, and none was seen"
         self.fill_compile_counts()
         if self.n < self.warmup_steps and error is None:
-            r.notes.append(f"the loop ended in step {self.n} of the warm-up: nothing was measured")
+            r.remark(f"the loop ended in step {self.n} of the warm-up: nothing was measured")
         steps = [step.tokens for step in self.log.of_phase("measure")]
         tokens = round(sum(steps) / len(steps)) if steps else self.tokens_per_step
         if not seq_len and self.lengths:
@@ -432,7 +433,7 @@ class Meter(RunRecord):
                 seen = ", ".join(map(str, sorted(self.lengths)))
                 seq_len, why = None, f"samples of {seen} tokens were seen; give seq_len"
             elif self.config:
-                r.notes.append(f"{seq_len} tokens a sample: observed, no seq_len was given")
+                r.remark(f"{seq_len} tokens a sample: observed, no seq_len was given")
         r.batch = StepSize(tokens_per_step=tokens, **_samples(tokens, seq_len))
         r.args |= {"tokens_per_step": tokens if len(set(steps)) < 2 else None, "seq_len": seq_len}
         if self.flops:
@@ -442,7 +443,7 @@ class Meter(RunRecord):
             fill_flop_rates(r, palm, causal)
         else:
             why = why if self.config else "Meter was given no config and no flops_per_token"
-            r.notes.append(f"mfu and TFLOP/s are null: {why}")
+            r.remark(f"mfu and TFLOP/s are null: {why}")
 
 
 def _profiler_is_on() -> bool:

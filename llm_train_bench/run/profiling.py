@@ -32,7 +32,7 @@ from llm_train_bench.results.schema import Profile
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.record import RunRecord
 from llm_train_bench.trace.breakdown import break_down
-from llm_train_bench.trace.observed import Observed, observe
+from llm_train_bench.trace.observed import Observed, fallbacks, observe
 from llm_train_bench.trace.read_trace import Trace, read_trace
 
 Draw = Callable[[str], contextlib.AbstractContextManager]
@@ -168,12 +168,15 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     ran = o.kernels
     if len(ran) == 1:
         (result.attention_kernel,) = ran
+    for text in fallbacks(trace, steps_optimizer=work.pass_type == "step"):
+        result.remark(text)
     if "math" in ran and asked == "auto":
-        o.fallbacks.append("attention in plain matmuls (math)")
+        advice = "use a head size that the fused kernels have, or a newer GPU or PyTorch"
+        result.remark("fallback: attention in plain matmuls (math)", "information", advice)
+    update = "update PyTorch and its libraries; docs/METRICS.md explains `observed`"
     if asked != "auto" and ran - {asked}:
-        o.mismatches.append(f"asked for {asked} attention, {', '.join(sorted(ran))} ran")
-    if work.pass_type != "step":
-        o.fallbacks = [f for f in o.fallbacks if not f.startswith("optimizer")]
+        what = f"asked for {asked} attention, {', '.join(sorted(ran))} ran"
+        result.remark(what, "invalid", update)
     fp8 = result.fp8
     if fp8 and not fp8.emulated and (trace.gpu or not on_gpu):
         low = sum(calls for name, calls in o.matmuls.items() if name.endswith(("fp8", "fp4")))
@@ -182,8 +185,7 @@ def observed_in(trace: Trace, run: Run) -> Observed:
         least = len(here) * work.batch.grad_acc_steps
         if low < least:
             text = f"{low:g} of at least {least} FP8 matmuls"
-            o.fallbacks.append(f"FP8 layers in a higher format: {text}")
-            o.mismatches.append(f"asked for FP8, {text} ran")
+            result.remark(f"asked for FP8, {text} ran", "invalid", update)
     return o
 
 

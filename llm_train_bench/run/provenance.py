@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from llm_train_bench import __version__
 from llm_train_bench.base import hardware
 from llm_train_bench.base.files import CREDENTIALS, ROOT, SECRET
 from llm_train_bench.base.machine import cpu_name, installed_version, n_cores
+from llm_train_bench.compare.setting import setting_name
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_version
@@ -31,13 +33,11 @@ from llm_train_bench.settings.plan import Plan, Schedule
 
 def default_name(model: str, args: dict[str, Any]) -> str:
     """The default --run-name: time, model, changed headline flags, process."""
-    default, words = usual_values(), ""
-    for name, flag in declared(Args).items():
-        if flag.headline and args.get(name, default[name]) != default[name]:
-            value = "" if args[name] is True else str(args[name]).replace("/", "_")
-            words += f"-{name.replace('_', '-')}{value}"
+    headline = [flag for flag, declaration in declared(Args).items() if declaration.headline]
+    words = setting_name({flag: args[flag] for flag in headline if flag in args}, usual_values())
+    words = re.sub(r"[^\w.,-]", "", words.replace("/", "_")).replace(",", "-")
     now = datetime.datetime.now(datetime.UTC)
-    return f"{now:%Y%m%d-%H%M%S}-{model}{words[:100]}-{os.getpid()}"
+    return f"{now:%Y%m%d-%H%M%S}-{model}{'-' * bool(words)}{words[:100]}-{os.getpid()}"
 
 
 def digest_of(text: str) -> str:
@@ -71,8 +71,9 @@ def open_result(
         writer=this_process(),
         lineage=lineage,
         environment=describe_environment(device),
-        notes=[*plan.notes, *_notes(work, plan.schedule, plan.profile.memory_snapshot, device)],
     )
+    for note in (*plan.notes, *_notes(work, plan.schedule, plan.profile.memory_snapshot, device)):
+        result.remark(note)
     m, fsdp = result.metrics, work.fsdp
     if work.ddp or fsdp:
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):

@@ -82,8 +82,8 @@ class RunRecord:
         path = self.directory / name
         self.window = Window(self.device, self.ranks, self.cuda_graphs, path, self.history)
         if (n := self.window.ranks_on_a_gpu) > 1:
-            self.result.unfit_reasons.append("ranks share a GPU")
-            self.result.notes.append(f"{n} ranks share a GPU: the figures say nothing of its speed")
+            advice = f"{n} ranks share a GPU: the figures say nothing of its speed"
+            self.result.remark("ranks share a GPU", "invalid", advice)
         self.ending = threading.Lock()
         if self.file:
             self.file.write(self.result)
@@ -167,9 +167,7 @@ class RunRecord:
                     setattr(m, key, value)
         if m.peak_reserved_gib and r.device.memory_gib:
             m.memory_utilization = m.peak_reserved_gib / r.device.memory_gib
-        r.notes += [*r.disturbances.values(), *r.impossible.values()]
-        if r.observed:
-            r.notes += [f"unfit for comparison: {mismatch}" for mismatch in r.observed.mismatches]
+        r.judge()
         r.ended_at = now()
         for sink in self.sinks:
             with contextlib.suppress(Exception):

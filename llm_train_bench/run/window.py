@@ -71,7 +71,6 @@ class Window:
             memory=peak_memory(self.device),
             probe_tflops=self.probe_tflops,
             compile_s=compiled.seconds,
-            n_recompilations=compiled.recompilations,
             graphs_recorded=compiled.graphs_recorded_again if self.cuda_graphs else None,
             cpu_seconds=cpu and began and tuple(b - a for a, b in zip(began, cpu, strict=True)),
         )

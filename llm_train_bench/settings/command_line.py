@@ -118,7 +118,7 @@ def parse_dataclass(
     if "config" in values:
         values["config"] = shipped_config(values["config"])
     parsed = kind(**(defaults(kind) | values))
-    check_bounds(parsed)
+    check_bounds(parsed, values.keys() if script is None else ())
     for remark in remarks_on(argv) if script is None else ():  # the training scripts say it early
         print(f"{prog}: {remark}", file=sys.stderr)
     return parsed

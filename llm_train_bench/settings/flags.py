@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from llm_train_bench.base.errors import UsageError
@@ -181,7 +181,7 @@ class CompileFlags:
     """
 
     pt_compile: bool = flag(False, SPEED, headline=True, common=True)
-    compile_mode: CompileMode = flag("default", SPEED)
+    compile_mode: CompileMode = flag("default", SPEED, needs="pt_compile")
     fused_backward: bool = flag(False, SPEED)
 
 
@@ -198,7 +198,7 @@ class RecomputeFlags:
     """
 
     sac_freq: str | None = flag(None, SPEED, metavar="Q/P", headline=True, common=True)
-    sac_policy: Literal["block", "op"] = flag("block", SPEED)
+    sac_policy: Literal["block", "op"] = flag("block", SPEED, needs="sac_freq")
     offload_activations: bool = flag(False, SPEED)
 
 
@@ -504,6 +504,43 @@ def usual_values() -> dict[str, Any]:
     return {k: v if flags[k].usual is None else flags[k].usual for k, v in defaults(Args).items()}
 
 
+# Flags that are gone, with their last defaults. A result that has one at its default is like any other;
+# at another value it is a setting that nobody can repeat.
+REMOVED: dict[str, Any] = {
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "fp8_primary_weights": False,
+    "grad_compression": "off",
+    "peak_fp8_tflops": None,
+    "profile_shapes": False,
+    "val_batches": 8,
+}
+# Values that a flag had before its type changed, and what they are now: {"bf16_weights": {"off": False}}.
+FORMER_VALUES: dict[str, dict[Any, Any]] = {}
+
+
+def present_flags(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of a result of any version, as this version has them.
+
+    Flags that are newer than the result are at their defaults. Flags that are gone are left out at their
+    last defaults, and stay otherwise. JSON's lists are tuples, as in the defaults.
+    """
+    flags = {k: v for k, v in usual_values().items() if v is not dataclasses.MISSING}
+    for name, value in args.items():
+        value = tuple(value) if isinstance(value, list) else value
+        if name in FORMER_VALUES and isinstance(value, str | int | float | None):
+            value = FORMER_VALUES[name].get(value, value)
+        if name not in REMOVED or value != REMOVED[name]:
+            flags[name] = value
+    return flags
+
+
+def without_meaning(flags: Mapping[str, Any]) -> set[str]:
+    """Names of the flags that depend on one that is off."""
+    needed = {name: flag.needs for name, flag in declared(Args).items() if flag.needs}
+    return {name for name, other in needed.items() if not flags.get(other)}
+
+
 # Flags that a sweep may set: it chooses model and place itself.
 SETTABLE = declared(Args).keys() - {"config", "output_dir", "run_name"}
 
@@ -563,10 +600,14 @@ def key_values(flag: str, texts: Iterable[str], known: Mapping[str, type]) -> di
     return values
 
 
-def check_bounds(args: Any) -> None:
-    """UsageError for a flag outside its declared bounds, or without the flag that it needs."""
+def check_bounds(args: Any, given: Collection[str] = ()) -> None:
+    """UsageError for a flag outside its declared bounds, or without the flag that it needs.
+
+    A flag in `given` needs that other flag also at its default.
+    """
     for name, flag in declared(args).items():
-        if flag.needs and not getattr(args, flag.needs) and changed(args, [name]):
+        has_meaning = not flag.needs or getattr(args, flag.needs)
+        if flag.needs and not has_meaning and (name in given or changed(args, [name])):
             raise UsageError(f"{flag_of(name)} needs {flag_of(flag.needs)}")
         value = getattr(args, name)
         number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -93,15 +93,11 @@ CONTRADICTIONS = (
     ("--pp-schedule zbv with --pt-compile, --sac-freq, --tp or --use-fp8: what is one function in "
      "backward cannot be split, and would run twice or more; leave it out",
      lambda a, s: a.pp_schedule == "zbv" and (a.pt_compile or a.sac_freq or a.tp > 1 or a.use_fp8)),
-    ("--sac-policy op needs --sac-freq, for example 1/1",
-     lambda a, s: a.sac_policy == "op" and not a.sac_freq),
     ("--global-bsz sets --grad-acc-steps; give one of the two",
      lambda a, s: a.global_bsz is not None and a.grad_acc_steps != 1),
     ("--compile-mode with CUDA graphs: they are recorded in the first three steps; use --warmup-steps 3 "
      "or more",
      lambda a, s: a.compile_mode in GRAPH_MODES and a.warmup_steps < 3),
-    ("--compile-mode needs --pt-compile",
-     lambda a, s: a.compile_mode != "default" and not a.pt_compile),
     ("--run-name must be a plain directory name of at most 200 bytes",
      lambda a, s: a.run_name is not None
      and (a.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", a.run_name)

@@ -21,6 +21,9 @@ from llm_train_bench.settings.flags import (
     flag_of,
     kinds_of_value,
     of_kind,
+    present_flags,
+    usual_values,
+    without_meaning,
 )
 from llm_train_bench.settings.other_names import in_our_words, replacement
 
@@ -74,6 +77,8 @@ class RunFile:
     config: str | None
     script: Script | None = None
     ranks: int | None = None
+    unknown: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings that this version cannot repeat."""
 
 
 def split_from(argv: Sequence[str], script: Script | None) -> tuple[list[str], RunFile]:
@@ -93,6 +98,13 @@ def split_from(argv: Sequence[str], script: Script | None) -> tuple[list[str], R
     if script and file.script not in (None, script):
         raise UsageError(f"--from {name}: is for {file.script}; run that, or leave out its script")
     later = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    for flag, value in file.unknown.items():
+        if flag_of(flag) not in later:
+            lacks = "value" if flag in defaults(Args) else "flag"
+            raise UsageError(
+                f"--from {name}: its run had {flag_of(flag)} {value}, and this version has no such "
+                f"{lacks}; delete {flag} from a copy of the file to run without it"
+            )
     flags = {k: v for k, v in file.flags.items() if flag_of(k) not in later}
     if "--grad-acc-steps" in later:  # which it would set
         flags.pop("global_bsz", None)
@@ -111,12 +123,13 @@ def _run_file(path: Path) -> RunFile:
         raise UsageError(f"--from {path}: is neither YAML nor JSON: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UsageError(f"--from {path}: must hold names with values: config, and flags")
-    ranks = None
+    ranks, unknown = None, {}
     if "schema_version" in content:  # a result: its run's flags, besides its place
         args = content.get("args")
         if not isinstance(args, dict):
             raise UsageError(f"--from {path}: args: must hold the run's flags")
         flags, script = result_flags(args), content.get("entrypoint")
+        unknown = unknown_settings(args) if script in (*Script,) else {}
         device = content.get("device")
         ranks = device.get("count") if isinstance(device, dict) else None
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -139,7 +152,7 @@ def _run_file(path: Path) -> RunFile:
         raise UsageError(f"--from {path}: script: must be {', '.join(Script)}")
     if config is not None and not isinstance(config, str):
         raise UsageError(f"--from {path}: config: must be a path")
-    return RunFile(flags, config, script and Script(script), ranks)
+    return RunFile(flags, config, script and Script(script), ranks, unknown)
 
 
 def _foreign_kind(content: Mapping[str, Any]) -> str | None:
@@ -188,10 +201,33 @@ def meant_value(name: str, value: Any, where: str) -> Any:
 
 def result_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that repeat a run with these arguments of its result: those that are no default."""
-    default, ignored = defaults(Args), of_kind(OUTPUT) - {"device", "n_workers"}
+    flags, default = present_flags(args), usual_values()
+    ignored = of_kind(OUTPUT) - {"device", "n_workers"} | without_meaning(flags)
     if args.get("global_bsz"):
         ignored |= {"grad_acc_steps"}
-    if not args.get("use_fp8"):
-        ignored |= {name for name in default if name.startswith("fp8_")}
-    names = [n for n in args if n in default and n not in ignored and args[n] != default[n]]
-    return {name: args[name] for name in names}
+    names = [n for n in args if n in default and n not in ignored]
+    return {name: flags[name] for name in names if flags[name] != defaults(Args)[name]}
+
+
+def unknown_settings(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a result that this version does not have: flags that are gone, and values."""
+    hints = get_type_hints(Args)
+    return {
+        name: value
+        for name, value in present_flags(args).items()
+        if name not in of_kind(OUTPUT) and not (name in hints and _takes(hints[name], value))
+    }
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    """Whether a flag of this type can have the value."""
+    if isinstance(value, tuple):
+        return get_origin(hint) is tuple and all(_takes(get_args(hint)[0], each) for each in value)
+    kinds = kinds_of_value(hint)
+    if value is None:
+        return type(None) in get_args(hint)
+    if isinstance(value, bool):
+        return bool in kinds
+    choices = [choice for kind in kinds for choice in get_args(kind)]
+    whole = float in kinds and isinstance(value, int)
+    return type(value) in kinds or whole or value in choices

@@ -94,7 +94,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     return row | {
         "step_times_s": result.step_times_s, "bsz": batch.micro_batch, "seq_len": batch.seq_len,
         "global_batch": batch.global_batch, "hardware": device.hardware, "n_gpus": device.count,
-        "unfit": "; ".join(result.unfit) if result.status == "ok" else ""}  # fmt: skip
+        "invalid": "; ".join(result.invalid) if result.status == "ok" else ""}  # fmt: skip
 
 
 def _name_for_tensorboard(cell: Cell, repeat: int | str, directory: Path, events: Path) -> None:
@@ -112,7 +112,7 @@ def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
     """What is known of a run's row before it runs."""
     return {
         "key": cell_key(cell, repeat), "repeat": repeat, "script": cell.script,
-        "model": model_name(cell.config),
+        "model": model_name(cell.config), "flags": dict(cell.flags), "seq_len": cell.seq_len,
         "axes": {name: dict(cell.flags).get(name) for name in cell.axes}}  # fmt: skip
 
 

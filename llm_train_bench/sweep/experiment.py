@@ -6,7 +6,7 @@ One file serves NVIDIA and AMD: `platforms` holds what differs. sweep/grid.py re
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import SECRET
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.strict import first_problem
-from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.settings.flags import SETTABLE, Script
 from llm_train_bench.settings.other_names import in_our_words
 from llm_train_bench.settings.plan import Platform
@@ -128,17 +128,33 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def machines_of(path: str | Path) -> dict[str, tuple[float | None, float | None]]:
-    """US$ per hour and TDP [W] of an experiment file's machines, by the name of their hardware."""
+def machines_of(
+    experiments: Iterable[Experiment],
+) -> dict[str, tuple[float | None, float | None]]:
+    """US$ per hour and TDP [W] of experiments' machines, by the name of their hardware."""
     machines = {}
-    for machine in read_experiment(path).hardware.values():
-        if machine.gpu is not None:
-            try:
-                name = find_hardware(machine.gpu).name
-            except UsageError as error:
-                raise UsageError(f"{path}: gpu {error}") from None
-            machines[name] = machine.usd_per_hour, machine.tdp_w
+    for e in experiments:
+        for machine in e.hardware.values():
+            if machine.gpu is not None:
+                try:
+                    name = find_hardware(machine.gpu).name
+                except UsageError as error:
+                    raise UsageError(f"{e.experiment}: gpu {error}") from None
+                machines[name] = machine.usd_per_hour, machine.tdp_w
     return machines
+
+
+def swept(paths: Iterable[str]) -> dict[str, tuple[Experiment, list[str]]]:
+    """The experiments of those paths that are directories of a sweep, and how its platforms differ."""
+    found = {}
+    for path in paths:
+        try:
+            content = parse_json((Path(path) / "sweep.json").read_text(encoding="utf-8"))
+            unlike = [str(line) for line in content["differences"]]
+            found[path] = Experiment.model_validate(content["experiment"]), unlike
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
 
 
 def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text") -> str:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called, find_hardware
 from llm_train_bench.base.machine import detect_platform, gpu_name
+from llm_train_bench.compare.setting import setting_name
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.model.config import model_name
 from llm_train_bench.model.json_keys import shipped_config
@@ -25,7 +26,10 @@ from llm_train_bench.sweep.experiment import Experiment, Flags, Value
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One setting: the script, its model and its flags; `axes` is what tells it from other cells."""
+    """One setting: the script, its model and its flags; `axes` is what tells it from other cells.
+
+    `seq_len` is what the flags and the model give.
+    """
 
     script: str
     config: str
@@ -33,6 +37,7 @@ class Cell:
     axes: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that its process has besides ours."""
+    seq_len: int | None = dataclasses.field(default=None, compare=False)
 
     def argv(self) -> list[str]:
         """Model and flags as a command line."""
@@ -46,8 +51,8 @@ class Cell:
     def label(self) -> str:
         """The model and the values on the axes."""
         flags = dict(self.flags)
-        parts = [f"{name}={_plain(flags.get(name))}" for name in self.axes]
-        return " ".join([model_name(self.config), *parts])
+        words = setting_name({axis: flags.get(axis) for axis in self.axes}, {})
+        return f"{model_name(self.config)} {words}".strip()
 
 
 def _plain(value: Value) -> str:
@@ -96,7 +101,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         except UsageError as error:  # a ConfigError names its file itself
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
-            cells.append(cell)
+            cells.append(dataclasses.replace(cell, seq_len=plan.work.batch.seq_len))
     return cells
 
 

@@ -85,4 +85,4 @@ def _short(cell: Cell, steps: int, e: Experiment, rows: Rows) -> float:
         warmup = 3
     short = {"n_steps": steps, "warmup_steps": warmup, "no_tensorboard": True}
     row = probe(cell, short, rows, e.timeout_s, f"{steps} steps")
-    return row["tokens_per_sec"] if row["status"] == "ok" and not row.get("unfit") else 0.0
+    return row["tokens_per_sec"] if row["status"] == "ok" and not row.get("invalid") else 0.0

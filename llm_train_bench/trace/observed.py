@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pydantic import Field
 
@@ -69,8 +69,6 @@ class Observed(Strict):
 
     attention: dict[str, list[str]]
     matmuls: dict[str, float]
-    fallbacks: list[str]
-    mismatches: list[str] = Field(default_factory=list)
     collectives: dict[str, CollectiveUse] = Field(default_factory=dict)
     paths: dict[str, str] = Field(default_factory=dict)
     """By part of the model, which of several equal ways it took in this run."""
@@ -95,18 +93,22 @@ def observe(trace: Trace, trains: bool, ranks: int = 1, assume_math: bool = True
     kernels = _attention(names)
     if not kernels and assume_math:
         kernels = {side: {"math"} for side in sides}
-    fallbacks = []
-    if not any(map(_FUSED_OPTIMIZER.search, names)):
-        fallbacks.append("optimizer that is not fused")
-    copies = [s.name for s in trace.gpu if _WAITING_COPY.search(s.name) and "Pinned" not in s.name]
-    for name, calls in Counter(copies).items():
-        fallbacks.append(f"host copy that waits: {name}, {calls / n:g} a step")
     return Observed(
         attention={side: sorted(kernels.get(side, ())) for side in sides},
         matmuls={name: calls / n for name, calls in sorted(_matmuls(trace).items())},
-        fallbacks=fallbacks,
         collectives=_collectives(trace, ranks, n) if ranks > 1 else {},
     )
+
+
+def fallbacks(trace: Trace, steps_optimizer: bool = True) -> Iterator[str]:
+    """What ran slower than it could, in words: an optimizer that is not fused, copies that wait."""
+    names = {s.name for s in (*trace.host_spans, *trace.gpu)}
+    if steps_optimizer and not any(map(_FUSED_OPTIMIZER.search, names)):
+        yield "fallback: optimizer that is not fused"
+    copies = [s.name for s in trace.gpu if _WAITING_COPY.search(s.name) and "Pinned" not in s.name]
+    for name, calls in Counter(copies).items():
+        per_step = calls / max(1, len(trace.steps))
+        yield f"fallback: host copy that waits: {name}, {per_step:g} a step"
 
 
 def sequence_lengths(trace: Trace) -> set[int]:

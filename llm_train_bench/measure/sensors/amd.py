@@ -6,7 +6,7 @@ import os
 import torch
 
 from llm_train_bench.measure.sensors.sensor import Sample, Sensor
-from llm_train_bench.results.schema import POWER_CAP
+from llm_train_bench.results.remarks import POWER_CAP
 
 # Accumulators in the GPU's metrics. Each grows with `accumulation_counter` while its reason holds
 # the clocks down.

@@ -6,7 +6,7 @@ import time
 import torch
 
 from llm_train_bench.measure.sensors.sensor import Sample, Sensor
-from llm_train_bench.results.schema import POWER_CAP
+from llm_train_bench.results.remarks import POWER_CAP
 
 # Bits of the current clock event reasons (nvml.h); those left out do not mean a slower clock.
 REASONS = {

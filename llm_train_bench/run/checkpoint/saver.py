@@ -61,7 +61,7 @@ def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> 
     seed = hash((run.plan.data.seed, run.ranks.rank, manifest.step)) % 2**63
     torch.manual_seed(seed)
     if any((run.plan.work.config.residual_dropout, run.plan.work.config.attention_dropout)):
-        run.result.notes.append(
+        run.result.remark(
             f"dropout draws other numbers than before step {manifest.step}: the layout is another"
         )
 
@@ -348,5 +348,5 @@ class Saver:
     def _tell(self, text: str) -> None:
         self.failed = text
         if self.run.ranks.main:
-            self.run.result.notes.append(text)
+            self.run.result.remark(text)
             say(text)

@@ -1,0 +1,71 @@
+"""--save: runs into a file of runs, whatever else writes to it. Needs no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import locked, write_whole
+from llm_train_bench.base.strict import first_problem
+from llm_train_bench.base.tables import grouped
+from llm_train_bench.compare.gate import figures_of, unusable
+from llm_train_bench.compare.read_results import record_of_result
+from llm_train_bench.compare.records import Record
+from llm_train_bench.compare.run_files import (
+    RunsFile,
+    SavedRun,
+    SavedSetting,
+    file_text,
+    read_runs_file,
+)
+from llm_train_bench.compare.setting import identity, name_by_itself
+from llm_train_bench.compare.shareable import shareable
+
+
+def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
+    """Save runs of ours by setting; returns lines to print, and 5 if a run was left out, otherwise 0.
+
+    In an existing file a setting that is there is replaced, and keeps its tolerance; others stay.
+    """
+    if path.name in ("result.json", "steps.jsonl"):
+        raise UsageError(f"--save {path}: would replace a run's own file; use another name")
+    lines, code = [], 0
+    for r in runs:
+        if why := unusable(r):
+            lines.append(f"left out {r.label}: {why}")
+            code = 5
+    usable = [r for r in runs if not unusable(r)]
+    with locked(path):
+        stored = read_runs_file(path).settings if path.exists() else []
+        settings = {_identity_of(entry): entry for entry in stored}
+        for members in grouped(usable, identity).values():
+            saved = [_saved(r) for r in members]
+            entry = SavedSetting(setting=name_by_itself(_record(saved[0])), runs=saved)
+            key = _identity_of(entry)
+            entry.tolerance = settings[key].tolerance if key in settings else None
+            settings[key] = entry
+            rate = figures_of(members).tokens_per_sec_per_gpu
+            n = f"{len(members)} run{'s' * (len(members) > 1)}"
+            lines.append(f"saved {entry.setting}: {n}, {rate:,.0f} tokens/s per GPU")
+        if usable:
+            entries = sorted(settings.values(), key=lambda entry: entry.setting)
+            write_whole(path, file_text(RunsFile(settings=entries)))
+    return lines, code
+
+
+def _saved(r: Record) -> SavedRun:
+    """A run as a file has it."""
+    steps = [{k: v for k, v in step.items() if k != "saved"} for step in r.steps]
+    try:
+        return SavedRun.model_validate({"result": r.result and shareable(r.result), "steps": steps})
+    except ValidationError as error:
+        raise UsageError(f"--save: {r.path}: {first_problem(error)}") from None
+
+
+def _record(run: SavedRun) -> Record:
+    return record_of_result(run.result, [], "")
+
+
+def _identity_of(entry: SavedSetting) -> str:
+    return identity(_record(entry.runs[0]))

@@ -1,0 +1,220 @@
+"""What a setting is, how it is named, and which of two is faster. Needs no torch.
+
+A setting is a model, a number of devices, a script and its flags. Software, environment and the machine's
+state are conditions of a run: they are no part of the identity, and are shown where they differ.
+"""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from llm_train_bench.base.files import shown_word
+from llm_train_bench.base.tables import grouped
+from llm_train_bench.compare.records import Record
+from llm_train_bench.compare.shareable import is_public, public_device, public_value
+from llm_train_bench.formulas.time_statistics import Mean, chance_of, difference, mean_of, student_t
+from llm_train_bench.results.schema import METER_LENGTH, Result
+from llm_train_bench.settings.flags import (
+    LENGTH,
+    OUTPUT,
+    Script,
+    of_kind,
+    present_flags,
+    usual_values,
+    without_meaning,
+)
+
+# What may differ between repeats of one setting.
+NOT_THE_SETTING = {"seed"}
+# Runs of one setting differ by this much.
+RUNS_DIFFER = 0.01
+# With fewer runs of a setting nobody knows how much runs differ.
+RUNS_FOR_A_VERDICT = 3
+# The chance that any verdict of a whole table is false.
+TABLE_ERROR = 0.05
+
+
+def settings_of(r: Result) -> dict[str, Any]:
+    """A run's script, global batch and flags, as this version has them; without flags that do nothing.
+
+    A loop of others has the arguments of its Meter, which may have the names of our flags.
+    """
+    if r.ours:
+        settings = meaningful(present_flags(r.args))
+    else:
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in r.args.items()}
+        ignored = {*METER_LENGTH, *NOT_THE_SETTING}
+        settings = {k: v for k, v in settings.items() if k not in ignored}
+    return settings | {"global_batch": r.batch.global_batch, "script": r.entrypoint}
+
+
+def meaningful(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a script's flags that change what is learnt or how fast."""
+    ignored = of_kind(OUTPUT, LENGTH) | without_meaning(flags) | NOT_THE_SETTING
+    return {name: value for name, value in flags.items() if name not in ignored}
+
+
+def changed_settings(r: Record) -> dict[str, Any]:
+    """Its settings that are not at their defaults."""
+    default = usual_values()
+    settings = r.arguments or {}
+    return {k: v for k, v in settings.items() if k not in default or v != default[k]}
+
+
+def identity(r: Record) -> str:
+    """Equal for repeats of one setting; a run whose flags nobody knows is a setting by itself."""
+    if r.arguments is None:
+        return f"{r.path} {r.label}"
+    model = r.result.model.hash if r.result else r.model
+    settings = {k: public_value(k, v) for k, v in changed_settings(r).items() if is_public(k)}
+    hardware = public_device(r.hardware or "")
+    return json.dumps([r.suite, model, r.seq_len, hardware, r.n_gpus, settings], sort_keys=True)
+
+
+def repeats(records: Iterable[Record]) -> list[list[Record]]:
+    """Runs of one setting under the same conditions, in order."""
+    return list(
+        grouped(
+            records, lambda r: (identity(r), sorted((r.conditions or {}).items()).__repr__())
+        ).values()
+    )
+
+
+def setting_name(facts: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """In words, those of the facts that differ from what is `usual`."""
+    return ", ".join(_word(k, v) for k, v in facts.items() if k not in usual or usual[k] != v)
+
+
+def name_by_itself(r: Record) -> str:
+    """A setting in words without others beside it: device, model, script, and what is no default."""
+    return f"{r.hardware} x {r.n_gpus}: {r.model or 'unknown model'}, {changes_in_words(r)}"
+
+
+def changes_in_words(r: Record) -> str:
+    """Its script and length, and its settings that are no defaults and do not follow from others."""
+    settings = changed_settings(r)
+    script = str(settings.pop("script", ""))
+    length = settings.pop("seq_len", r.seq_len)
+    if r.result and r.result.ours:
+        settings.pop("global_batch", None)
+    words = script, f"T {length}" if length else "", setting_name(settings, {})
+    return ", ".join(filter(None, words))
+
+
+def name_settings(members: Sequence[Record]) -> None:
+    """Name each setting by what differs in its group, in place; without flags, by its file."""
+    facts = [None if r.arguments is None else _facts(r) for r in members]
+    known = [f for f in facts if f is not None]
+    keys = dict.fromkeys(key for f in known for key in f)
+    metered = {f["script"] not in set(Script) for f in known if f.get("script")}
+    if len(metered) > 1:  # a Meter knows few of our settings, and its loop has others
+        keys = [key for key in keys if all(key in f for f in known)]
+    default = usual_values()  # what a flag is that depends on another, which is off
+    differ = [key for key in keys if len({str(f.get(key, default.get(key))) for f in known}) > 1]
+    for record, values in zip(members, facts, strict=True):
+        words = (
+            setting_name({key: values[key] for key in differ if key in values}, {})
+            if values
+            else ""
+        )
+        record.setting = words or (record.settings if values else "") or record.label
+    times = collections.Counter(record.setting for record in members)
+    for record in members:
+        if times[record.setting] > 1:  # differences that no flag tells
+            record.setting = f"{record.setting} ({record.label})"
+
+
+def _facts(r: Record) -> dict[str, Any]:
+    """What a setting is made of; the flags last, since machines differ more visibly."""
+    flags = dict(r.arguments or {})
+    if flags.get("grad_acc_steps") is not None and flags.get("bsz") is not None:
+        flags.pop("global_batch", None)  # follows from these and the GPUs
+    # A flag may be `auto`, and the conditions say what that chose.
+    conditions = r.conditions or {}
+    return (
+        {"": r.hardware, "GPUs": r.n_gpus}
+        | conditions
+        | flags
+        | {key: value for key, value in conditions.items() if key in flags}
+    )
+
+
+def _word(key: str, value: Any) -> str:
+    names = {"sac_freq": "sac", "pt_compile": "compiled", "use_fp8": "FP8", "script": ""}
+    word = names.get(key, key.replace("_", "-"))
+    if isinstance(value, bool) or value in (None, ()):
+        return word if value else f"no {word}"
+    values = value if isinstance(value, tuple) else (value,)
+    text = " ".join(shown_word(str(each)) for each in values).removesuffix(".py")
+    return f"{word} {text}".strip()
+
+
+def plainest(members: Sequence[Record]) -> Record:
+    """The setting with the fewest flags that are not at their defaults; the first of those."""
+    default = usual_values()
+    return min(members, key=lambda r: sum(key in default for key in changed_settings(r)))
+
+
+# --- which of two is faster ------------------------------------------------------------------------
+
+Answer = Literal["faster", "slower", "uncertain"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Confidence:
+    """One-sided confidences that an answer needs."""
+
+    faster: float
+    slower: float
+
+
+def compare_speed(a: Mean, b: Mean, confidence: Confidence, bound: float = 1.0) -> Answer:
+    """Whether the rate `a` is surely above or below `bound` times `b`, by Welch's test."""
+    gap = difference(a, _scaled(b, bound))
+    if gap is None:
+        return "uncertain"
+    margin, error, degrees = gap
+    if margin + student_t(confidence.slower, degrees) * error < 0:
+        return "slower"
+    return "faster" if margin >= student_t(confidence.faster, degrees) * error else "uncertain"
+
+
+def settle(pairs: Sequence[tuple[Mean, Mean]], error: float = TABLE_ERROR) -> list[Answer]:
+    """Which rate of each pair is surely higher: any false answer among all has at most this chance.
+
+    Holm's correction (1979): the pair that is least likely to be noise comes first, and needs the most.
+    """
+    order = sorted(range(len(pairs)), key=lambda i: _chance(*pairs[i]))
+    answers: list[Answer] = ["uncertain"] * len(pairs)
+    for rank, i in enumerate(order):
+        sure = 1 - error / (len(pairs) - rank) / 2
+        answers[i] = compare_speed(*pairs[i], Confidence(sure, sure))
+        if answers[i] == "uncertain":
+            break
+    return answers
+
+
+def _chance(a: Mean, b: Mean) -> float:
+    """The chance of a difference like this by noise alone."""
+    margin, error, degrees = difference(a, b) or (0.0, 0.0, 1.0)
+    return chance_of(margin / error, degrees) if error else float(margin == 0)
+
+
+def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of a mean rate over another (Welch); None with fewer than two runs on a side."""
+    if min(len(a), len(b)) < 2:
+        return None
+    above, below = mean_of(a), mean_of(b)
+    ratio = above.value / below.value
+    gap = difference(above, _scaled(below, ratio))
+    if gap is None:
+        return None
+    _, error, degrees = gap
+    wide = student_t(0.975, degrees) * error / below.value
+    return ratio - wide, ratio + wide
+
+
+def _scaled(mean: Mean, factor: float) -> Mean:
+    return Mean(factor * mean.value, mean.n, factor * mean.std, mean.degrees)

@@ -1,0 +1,163 @@
+"""What of a result may leave the machine: numbers, words of known kinds, versions. Needs no torch.
+
+No path, host, user name or secret. What must tell two settings apart is a digest.
+"""
+
+import hashlib
+import re
+from typing import Any
+
+from llm_train_bench.base.files import SECRET
+from llm_train_bench.model.json_keys import shipped_config
+from llm_train_bench.results.schema import Lineage, Result, Writer
+from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults, of_kind, to_argv
+from llm_train_bench.settings.run_file import result_flags
+from llm_train_bench.trace.observed import Observed
+
+# A version, or a few plain words: no path, no mail address, and no long key.
+WORD = re.compile(r"(?![0-9a-zA-Z]{24})[\w.+:, =()-]{0,80}", re.ASCII)
+DEVICE_NAME = re.compile(r"[\w.+,@()/ -]{2,120}", re.ASCII)
+# Values of variables: switches, numbers, versions, NCCL's constants, and key:value of an allocator.
+VARIABLE = re.compile(
+    r"true|false|on|off|\d{1,6}|\d{1,3}(?:\.\d{1,4}){1,2}(?:[-+]\d{1,3}|[a-z])?|"
+    r"WARN|INFO|VERSION|Ring|Tree|RING|TREE|SIMPLE|LL|LL128|SYS|PIX|PXB|PHB|NVL|LOC|ACTIVE|PASSIVE|"
+    r"(?:[a-z_]{2,40}:(?:True|False|[\d.]{1,8}),?){1,4}",
+    re.ASCII,
+)
+# Variables whose values name hosts, devices of a network, jobs or places.
+PLACES = re.compile(r"IFNAME|JOB_ID|FILE|PATH|DIR|HOME|HOST|ADDR|PORT|HCA|(^|_)PW($|_)")
+# Keys of configs whose values are words.
+TEXT_KEYS = frozenset(
+    "model_type hidden_act hidden_activation activation_function rope_type type layer_types "
+    "scoring_func topk_method position_embedding_type arch_name".split()
+)
+# Flags whose values are files and directories.
+PLACES_OF_DATA = ("data", "val_data", "init_from", "pack_lengths")
+
+
+def word(text: Any) -> str | None:
+    """The text if it is a plain word that may leave the machine, else None."""
+    fits = isinstance(text, str) and WORD.fullmatch(text) and not SECRET.search(text)
+    return text if fits else None
+
+
+def public_device(name: str) -> str:
+    """A device's name, if a driver could say it."""
+    return name if DEVICE_NAME.fullmatch(name) else "unknown"
+
+
+def is_public(name: str) -> bool:
+    """Whether an argument's name may leave the machine."""
+    return bool(re.fullmatch(r"[A-Za-z]\w{0,39}", name, re.ASCII)) and not SECRET.search(name)
+
+
+def public_value(name: str, value: Any) -> Any:
+    """An argument's value as it may leave the machine; a digest where it is a text of one's own."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [public_value(name, each) for each in value]
+    number = r"\d[\d/.,]{0,30}"
+    # A script's flags have their own words; a loop of others may have any.
+    plain = r"[A-Za-z][\w.,-]{0,59}" if name in declared(Args) else r"[A-Za-z]\w{0,23}"
+    text = str(value)
+    if name in PLACES_OF_DATA:  # a file is the same one in another place
+        plain, text = "synthetic", text.rstrip("/").rpartition("/")[2]
+    if re.fullmatch(rf"text-[0-9a-f]{{10}}|{number}|{plain}", str(value), re.ASCII):
+        return value
+    return f"text-{_digest(text)[:10]}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def shareable(r: Result) -> Result:
+    """A result without what may name a place, a person or a machine."""
+    name = r.model.name if shipped_config(r.model.name) != r.model.name else ""
+    name = name or f"{word(r.model.config.get('model_type')) or 'model'}-{r.model.hash[:8]}"
+    known = {k: v for k, v in r.model.config.items() if k not in r.model.ignored_keys}
+    parts = (known, r.model.shape)
+    config, shape = ({k: v for k, v in part.items() if not _private(k, v)} for part in parts)
+    model = {"name": name, "path": f"configs/{name}.json", "config": config, "shape": shape}
+    args = {k: public_value(k, v) for k, v in r.args.items() if is_public(k)}
+    command: list[str] = []
+    if r.ours:
+        places = of_kind(OUTPUT) - {"device", "usd_per_hour", "peak_tflops"}
+        args |= {k: v for k, v in defaults(Args).items() if k in places and k in args}
+        args |= {"config": model["path"], "device": r.device.type}
+        flags = result_flags(args)
+        command = [r.entrypoint, flags.pop("config"), *to_argv(flags)]
+    plain = re.fullmatch(r"[0-9a-f]{8,32}", r.lineage.id)
+    run = r.lineage.id if plain else _digest(r.lineage.id)[:32]
+    update = {
+        "error": None,
+        "profile": None,
+        "remarks": [],
+        "writer": Writer(host="", pid=0),
+        "lineage": Lineage(id=run, name="", attempt=r.lineage.attempt, began=0.0, started=0.0),
+        "run_name": name,
+        "model": r.model.model_copy(update=model | {"ignored_keys": []}),
+        "args": args,
+        "command": command,
+        "version": word(r.version) or "unknown",
+        "entrypoint": r.entrypoint if r.ours else public_value("script", r.entrypoint),
+        "attention_kernel": word(r.attention_kernel),
+        "linear": word(r.linear),
+        "environment": public_environment(r.environment),
+        "observed": None,
+    }
+    clean = r.model_copy(deep=True, update=update)
+    for field in ("name", "hardware"):
+        setattr(clean.device, field, public_device(getattr(r.device, field)))
+    clean.device.peak_source = clean.device.roof_source = ""
+    clean.metrics.energy_source = word(r.metrics.energy_source)
+    if clean.resumed_from:
+        clean.resumed_from.run = clean.resumed_from.path = ""
+    for rank in clean.ranks:
+        rank.host = ""
+    for use in clean.devices:
+        use.throttled = use.throttled and {k: v for k, v in use.throttled.items() if word(k)}
+    if r.observed:
+        names = {k: [n for n in v if word(n)] for k, v in r.observed.attention.items() if word(k)}
+        matmuls = {k: n for k, n in r.observed.matmuls.items() if word(k)}
+        clean.observed = Observed(attention=names, matmuls=matmuls)
+    clean.judge()
+    return clean
+
+
+def _private(key: str, value: Any) -> bool:
+    """Whether a key of a config may say more than the model's shape; few keys have texts."""
+    if isinstance(value, dict):
+        return any(_private(k, v) for k, v in value.items())
+    if isinstance(value, list):
+        return any(_private(key, v) for v in value)
+    known = isinstance(value, str) and key in TEXT_KEYS and re.fullmatch(r"\w{1,40}", value)
+    return not re.fullmatch(r"[a-z]\w{0,59}", key, re.ASCII) or (
+        isinstance(value, str) and not known
+    )
+
+
+def public_environment(e: dict[str, Any]) -> dict[str, Any]:
+    """Versions and facts that a speed can depend on, each of its kind."""
+    names = ("os", "python", "cuda", "hip", "nccl", "driver")
+    kept: dict[str, Any] = {name: word(e.get(name)) for name in names}
+    kept["cpu"] = public_device(e["cpu"]) if isinstance(e.get("cpu"), str) else None
+    for name in ("cpu_count", "torch_threads", "cudnn", "tf32", "git_dirty"):
+        kept[name] = e.get(name) if isinstance(e.get(name), bool | int) else None
+    for name in ("git_sha", "git_diff"):
+        kept[name] = e.get(name) if re.fullmatch(r"[0-9a-f]{7,40}", str(e.get(name))) else None
+    libraries, settings, image = (
+        part if isinstance(part := e.get(name), dict) else {}
+        for name in ("libraries", "settings", "image")
+    )
+    kept["libraries"] = {k: v for k, v in libraries.items() if word(k) and word(v)}
+    public = {k: v for k, v in settings.items() if word(k) and not PLACES.search(k)}
+    kept["settings"] = {
+        k: v for k, v in public.items() if VARIABLE.fullmatch(str(v)) and not SECRET.search(k)
+    }
+    tag, digest = str(image.get("name") or "").rpartition("/")[2], str(image.get("digest"))
+    tagged = re.fullmatch(r"[\w.-]{1,80}(:[\w.-]{1,80})?", tag, re.ASCII)
+    kept["image"] = {"name": tag if tagged else None}
+    kept["image"]["digest"] = digest if re.fullmatch(r"sha256:[0-9a-f]{64}", digest) else None
+    return kept

@@ -1,0 +1,205 @@
+"""What is to be said of a run: one list of remarks, by what they mean for its figures. Needs no torch.
+
+`derived_remarks` makes those that follow from a result's figures, anew whenever one is read.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel
+
+from llm_train_bench.formulas.time_statistics import drift
+
+if TYPE_CHECKING:
+    from llm_train_bench.results.schema import Result
+
+# A device holds its average power to its limit, except for moments.
+LIMIT_SLACK = 0.05
+# Power by the energy counter and by samples agree within this part.
+POWER_AGREES = 0.2
+# Parts of a machine's CPU time that are worth a remark: of a CPU run, beside a GPU, and withheld.
+BUSY_CPU, BUSY_HOST, STOLEN_CPU = 0.1, 0.5, 0.01
+# The one reason for lower clocks that is normal: under full load a GPU is at its power limit.
+POWER_CAP = "power cap"
+
+RemarkKind = Literal["invalid", "disturbed", "information"]
+
+
+class Remark(BaseModel, extra="forbid", frozen=True):
+    """One thing to know about a run.
+
+    invalid: its figures are not those of an undisturbed run of these settings; they are never compared or
+    averaged. disturbed: its figures may have changed. information: anything else.
+    """
+
+    kind: RemarkKind
+    text: str
+    advice: str = ""
+    from_figures: bool = False
+    """Whether it follows from the figures of its result."""
+
+
+def derived_remarks(r: "Result") -> Iterator[Remark]:
+    """The remarks that follow from a result's figures."""
+    for text, advice in (*_not_of_a_steady_run(r), *_impossible(r)):
+        yield Remark(kind="invalid", text=text, advice=advice, from_figures=True)
+    for text, advice in _disturbances(r):
+        yield Remark(kind="disturbed", text=text, advice=advice, from_figures=True)
+    for text in _readings(r):
+        yield Remark(kind="information", text=text, from_figures=True)
+
+
+def _not_of_a_steady_run(r: "Result") -> Iterator[tuple[str, str]]:
+    m = r.metrics
+    if r.status != "ok":
+        yield f"status {r.status}", ""
+    if profiled_in_window(r):
+        yield "profiled in the window", "leave out --profile-start, or measure another run"
+    if reasons := sorted({why for d in r.devices for why in d.held_down} - {POWER_CAP}):
+        yield f"clocks held down ({', '.join(reasons)})", "check cooling, airflow and power supply"
+    if m.device_shared:
+        yield "shared GPU", "other processes used the GPU; end them: doctor.py lists them"
+    steady = "the figures are not those of a steady run; use"
+    if m.window_compile_s:
+        spent = f"torch.compile worked for {m.window_compile_s:.1f} s inside the window"
+        yield "compiled in the window", f"{spent}: {steady} more --warmup-steps"
+    if m.window_graphs_recorded:
+        again = f"CUDA graphs were recorded again {m.window_graphs_recorded} times"
+        yield "CUDA graphs recorded in the window", f"{again}: {steady} another --compile-mode"
+    if m.window_saves:
+        yield "saved in the window", ""
+    if m.window_evaluations:
+        yield "evaluated in the window", ""
+    if r.status == "ok" and r.loss_known and m.final_loss is None and r.step_times_s:
+        yield "loss not finite", ""
+    if r.fp8 and r.fp8.emulated:
+        yield "FP8 emulated", "the figures say nothing of FP8's speed"
+
+
+def profiled_in_window(r: "Result") -> bool:
+    """Whether a profiler was on in some of the measured steps; by default it is on after them."""
+    if r.profile:
+        return r.profile.in_window
+    a = r.args
+    start, stop = a.get("nsys_start"), a.get("nsys_end")
+    if start is None and a.get("profile") and a.get("profile_start") is not None:
+        start, stop = a["profile_start"], a["profile_start"] + a.get("profile_steps", 1)
+    if not r.ours or start is None or stop is None:
+        return False
+    begin = a.get("warmup_steps", 0)
+    return start < begin + a.get("n_steps", 0) and stop > begin
+
+
+def _impossible(r: "Result") -> Iterator[tuple[str, str]]:
+    """Figures beyond what is possible."""
+    m, d = r.metrics, r.device
+    # The time that useful FLOPs need at the peaks, over the measured time.
+    without = m.ideal_time_fraction is None and not r.fp8  # as for fp32
+    if (part := (m.mfu_causal if without else m.ideal_time_fraction) or 0) > 1:
+        yield (
+            "faster than its peak",
+            (
+                f"the run reached {part:.0%} of the peak, which is impossible: the peak of {d.name!r} "
+                f"({d.peak_source}) or a time is wrong"
+            ),
+        )
+    for use in r.devices:
+        watts, limit = use.average_power_w or 0, use.power_limit_w or math.inf
+        if watts > (1 + LIMIT_SLACK) * limit:
+            yield (
+                "more power than its limit",
+                (
+                    f"rank {use.rank} drew {watts:,.0f} W on average, which is impossible: its limit is "
+                    f"{limit:,.0f} W; the energy counter is wrong"
+                ),
+            )
+            break
+    has = d.memory_gib or math.inf
+    if (gib := max(m.peak_reserved_gib or 0, m.peak_allocated_gib or 0)) > has * 1.001:
+        yield (
+            "more memory than its device has",
+            (f"the run held {gib:,.2f} GiB, which is impossible: the device has {has:,.2f}"),
+        )
+    low, high = random_loss(r) or (-math.inf, math.inf)
+    if m.first_loss is not None and not low <= m.first_loss <= high:
+        yield (
+            "first loss not that of random values",
+            (
+                f"the first loss is {m.first_loss:.2f}, and random values on random tokens give "
+                f"{low:.2f} to {high:.2f}: the model does not compute what it should"
+            ),
+        )
+    edited = "was the file edited?"
+    if r.step_times_s and min(r.step_times_s) <= 0:
+        yield "impossible step times", edited
+        return
+    if (rate := m.tokens_per_sec_per_gpu) is None or not r.batch.tokens_per_step:
+        return
+    tokens = r.batch.tokens_per_step * len(r.step_times_s) / d.count
+    if not tokens or not 0.99 < rate * sum(r.step_times_s) / tokens < 1.01:
+        yield "the rate does not match the step times", edited
+    interval = [t for t in (m.step_time_ci95_low_s, m.step_time_ci95_high_s) if t is not None]
+    if interval != sorted(interval) or min(interval, default=0.0) < 0:
+        yield "an impossible interval of step times", edited
+
+
+def random_loss(r: "Result") -> tuple[float, float] | None:
+    """Bounds of the first loss of random values on random tokens [nats]; None for others.
+
+    Logits are then about normal, with a standard deviation s of `initializer_range` x the square
+    root of `hidden_size`: the loss is ln V + s^2 / 2 on average. The bounds leave s^2 / 2 and half a
+    nat on both sides, and five standard errors of a mean over the step's tokens.
+    """
+    a, shape = r.args, r.model.shape
+    if a.get("init_from") or r.resumed_from or a.get("data") != "synthetic":
+        return None
+    keys = ("vocab_size", "hidden_size", "initializer_range")
+    if not all(isinstance(shape.get(k), int | float) and shape[k] > 0 for k in keys):
+        return None
+    s = shape["initializer_range"] * shape["hidden_size"] ** 0.5 * shape.get("logit_scale", 1.0)
+    middle = math.log(shape["vocab_size"]) + s * s / 2
+    wide = s * s / 2 + 0.5 + 5 * s / (r.batch.tokens_per_step or 1) ** 0.5
+    # With a tied head a token's logit for itself is up to d x initializer_range.
+    self_logit = s * shape["hidden_size"] ** 0.5 if shape.get("tie_word_embeddings") else 0.0
+    return middle - wide, max(middle, self_logit) + wide
+
+
+def drift_remark(step_times_s: list[float]) -> Iterator[tuple[str, str]]:
+    """A remark's text and advice if step time changed over the window by more than chance."""
+    change, drifts = drift(step_times_s)
+    if drifts:
+        yield (
+            f"drift {change:+.1%}",
+            (
+                f"step time changed by {change:+.1%} over the window (last third to first): the device "
+                "may not have been in a steady state; use more --warmup-steps and --n-steps"
+            ),
+        )
+
+
+def _disturbances(r: "Result") -> Iterator[tuple[str, str]]:
+    m = r.metrics
+    yield from drift_remark(r.step_times_s)
+    others, stolen = m.other_cpu_fraction or 0, m.stolen_cpu_fraction or 0
+    if others > (BUSY_CPU if r.device.type == "cpu" else BUSY_HOST):
+        took = f"other processes took {others:.0%} of the machine's CPU time in the window"
+        yield f"busy CPU {others:.0%}", f"{took}: end them, and repeat; top shows them"
+    if stolen > STOLEN_CPU:
+        took = f"the virtual machine's host withheld {stolen:.0%} of the CPU time in the window"
+        yield f"stolen CPU {stolen:.0%}", f"{took}: use another host, or dedicated cores"
+
+
+def _readings(r: "Result") -> Iterator[str]:
+    for d in r.devices:
+        if d.held_down:
+            reasons = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
+            yield f"rank {d.rank}: clocks were held down in the window: {reasons}"
+        sampled, counted = d.sampled_power_mean_w, d.average_power_w
+        if sampled and counted and d.n_samples >= 5 and abs(counted / sampled - 1) > POWER_AGREES:
+            yield (
+                f"rank {d.rank}: {counted:.0f} W by the energy counter, {sampled:.0f} W by samples of "
+                "the power: one of them is wrong"
+            )
+        if d.other_processes:
+            yield f"rank {d.rank}: {d.other_processes} other process(es) used its GPU"

@@ -1,0 +1,513 @@
+"""Files of runs: what --save writes and leaves out, what --verify finds wrong, two writers, versions."""
+
+import copy
+import hashlib
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+import check
+import compare
+from llm_train_bench.base import files
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.compare.run_files import MOST_BYTES
+from llm_train_bench.compare.setting import identity
+from llm_train_bench.settings import flags
+from tests.helpers import ROOT, python, run_train, trained, words
+
+SHARED = ROOT / "results/h200-sxm/llm-train-bench/gpt2-125m-bf16-20261127.json"
+FP8 = ROOT / "results/h200-sxm/llm-train-bench/llama-8b-proxy-fp8-20261127.json"
+RUN = ROOT / "benchmarks/results/h200-20261127/gpt2-125m-bf16"
+R, M, D, E = "result", "result.metrics", "result.device", "result.environment"
+
+
+def only_run(content) -> dict:
+    return content["settings"][0]["runs"][0]
+
+
+def at(path: str, value):
+    """Sets a dotted path below the only run: a value, or a function of the one there."""
+
+    def change(content) -> None:
+        *parents, last = path.split(".")
+        place = only_run(content)
+        for key in parents:
+            place = place[int(key) if isinstance(place, list) else key]
+        last = int(last) if isinstance(place, list) else last
+        place[last] = value(place[last]) if callable(value) else value
+
+    return change
+
+
+def times(factor):
+    return lambda value: factor * value
+
+
+def all_steps(name, value):
+    def change(content) -> None:
+        for step in only_run(content)["steps"]:
+            step[name] = value(step[name]) if callable(value) else value
+
+    return change
+
+
+def without_steps(which):
+    def change(content) -> None:
+        run = only_run(content)
+        run["steps"] = [s for s in run["steps"] if not which(s)]
+
+    return change
+
+
+def faster_by_half(content) -> None:
+    for step in only_run(content)["steps"]:
+        step |= {k: step[k] / 2 for k in step if k.endswith("_time_s") and step[k]}
+
+
+def from_step_10(content) -> None:
+    for step in only_run(content)["steps"][10:]:
+        step["loss"] = 999.0
+
+
+def other_config(content) -> None:
+    path = ROOT / "configs/gpt2-1.5b.json"
+    only_run(content)["result"]["model"]["config"] = json.loads(path.read_text())
+
+
+def use(**readings):
+    return lambda content: only_run(content)["result"]["devices"][0].update(readings)
+
+
+# Each a contradiction, and words of what is said of it.
+WRONG = {
+    "a learning rate of 1e9": (all_steps("lr", 1e9), "learning rate of 1e+09; the highest is"),
+    "losses of 999": (from_step_10, "step 10 has a loss of 999"),
+    "flash with cuDNN": (at(f"{R}.attention_kernel", "flash"), "flash attention, and cudnn ran"),
+    "flash that was asked for": (at(f"{R}.args.attention", "flash"), "cudnn ran"),
+    "HIP beside CUDA": (at(f"{E}.hip", "7.1"), "for CUDA and for HIP"),
+    "micro batches of 9 s": (all_steps("micro_batch_times_s", [9.0]), "its parts or micro batches"),
+    "tokens/s alone": (at(f"{M}.tokens_per_sec", times(1.1)), "metrics.tokens_per_sec"),
+    "tokens/s per device": (at(f"{M}.tokens_per_sec_per_gpu", times(1.001)), "tokens_per_sec_per_gpu"),
+    "other FLOPs": (at(f"{M}.flops_per_token_palm", times(12)), "flops_per_token_palm"),
+    "MFU of 563 %": (at(f"{M}.mfu", 5.63), "metrics.mfu is 5.63"),
+    "one wrong sum": (at(f"{M}.window_s", times(1.0001)), "metrics.window_s"),
+    "one wrong quantile": (at(f"{M}.step_time_p90_s", times(0.99)), "step_time_p90_s"),
+    "a narrower interval": (at(f"{M}.step_time_ci95_low_s", times(1.002)), "ci95_low"),
+    "shorter steps": (faster_by_half, "host's clock"),
+    "a shorter step in the result": (at(f"{R}.step_times_s.3", times(0.5)), "step times"),
+    "steps that are missing": (without_steps(lambda s: s["step"] in (20, 21)), "missing"),
+    "fewer steps": (without_steps(lambda s: s["step"] > 24), "its flags say 10 + 20"),
+    "no steps": (without_steps(lambda s: True), "no measured step"),
+    "warm-up in the window": (at("steps.12.phase", "warmup"), "end of the warm-up"),
+    "steps of a profiler": (at("steps.12.phase", "profile"), "end of the warm-up"),
+    "a negative time": (at("steps.15.step_time_s", -0.2), "not above 0"),
+    "parts longer than the step": (at("steps.15.forward_time_s", 0.5), "shorter than its parts"),
+    "another config": (other_config, "batch|model.hash"),
+    "more parameters": (at(f"{R}.model.n_parameters", times(2)), "n_parameters"),
+    "another hash": (at(f"{R}.model.hash", "0" * 16), "model.hash"),
+    "a longer sequence": (at(f"{R}.batch.seq_len", 2048), "batch.seq_len"),
+    "more tokens a step": (all_steps("tokens", times(2)), "tokens, not"),
+    "a larger batch in the flags": (at(f"{R}.args.global_bsz", 256), "batch|flags"),
+    "no energy for its power": (use(energy_j=33.0), "are not"),
+    "negative energy": (use(energy_j=-3305.0, average_power_w=-690.0), "below 0|are not"),
+    "more power than its limit": (use(power_limit_w=500.0), "more power than its limit"),
+    "a shared card": (use(other_processes=3), "device_shared|shared GPU"),
+    "tokens/J alone": (at(f"{M}.tokens_per_joule", times(2)), "tokens_per_joule"),
+    "more memory than the card": (at(f"{M}.peak_allocated_gib", 200.0), "GiB|more memory"),
+    "a card with more memory": (at(f"{D}.memory_gib", 288.0), "GiB"),
+    "another peak": (at(f"{D}.peak_bf16_tflops", 312.0), "peak"),
+    "another card": (at(f"{D}.hardware", "A100 SXM 80GB"), "GiB|peak"),
+    "wrong losses": (all_steps("loss", lambda x: x + 0.02), "the loss of step 0 is"),
+    "wrong gradients": (all_steps("grad_norm", times(1.1)), "grad_norm"),
+    "no losses": (all_steps("loss", None), "has no loss|first_loss"),
+    "an unlike first loss": (at(f"{M}.first_loss", 9.0), "first_loss|first loss"),
+    "more devices": (at(f"{D}.count", 8), "count|devices|rate"),
+    "a failed run": (at(f"{R}.status", "oom"), "status oom"),
+    "eager, by its flags": (at(f"{R}.args.attention", "bogus"), "its flags and config|bogus"),
+    "a run twice": (lambda c: c["settings"][0]["runs"].append(copy.deepcopy(only_run(c))), "twice"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def told(tmp_path, capsys):
+    """What --verify prints of a content, and its exit code."""
+
+    def verify(content, *more) -> tuple[str, int]:
+        path = tmp_path / "told.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        code = check.main(["--verify", str(path), *more])
+        return "".join(capsys.readouterr()), code
+
+    return verify
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_contradiction_is_named(name, told):
+    change, expected = WRONG[name]
+    content = json.loads(SHARED.read_text())
+    assert told(content)[1] == 0
+    change(content)
+    text, code = told(content)
+    wrong = next(line for line in text.splitlines() if "  wrong: " in line)
+    assert code == 1 and any(part in wrong for part in expected.split("|")), text
+
+
+HONEST = {
+    "another PyTorch": at(f"{E}.libraries.torch", "2.15.0.dev20261101"),
+    "another driver": at(f"{E}.driver", None), "CUDA 12": at(f"{E}.cuda", "12.8"),
+    "a variable": at(f"{E}.settings", {"NCCL_DEBUG": "WARN"}), "no image": at(f"{E}.image", None),
+    "no peak power": use(peak_power_w=None), "hotter": use(temperature_max_c=83.0),
+    "host jitter": at("steps.20.at", lambda t: t + 0.05), "a version": at(f"{R}.version", "0.3.1"),
+    "no compile time": at(f"{M}.compile_s", None), "workers": at(f"{R}.args.n_workers", 2),
+    "a metric that was not known": lambda c: only_run(c)["result"]["metrics"].pop("mfu"),
+    "a flag that was not known": lambda c: only_run(c)["result"]["args"].pop("optimizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_file_is_consistent(name, told):
+    content = json.loads(SHARED.read_text())
+    HONEST[name](content)
+    text, code = told(content)
+    assert code == 0, text
+    assert "losses and gradient norms of steps 0 to 4 of gpt2-125m" in text
+    assert "not checked: losses from step 5 on; readings of sensors" in text
+
+
+def test_every_file_of_results_is_consistent_and_one_page_shows_all(tmp_path, capsys):
+    paths = list((ROOT / "results").glob("*/*/*.json"))
+    assert len(paths) >= 6
+    for path in paths:
+        assert check.main(["--verify", str(path)]) == 0, capsys.readouterr().out
+    assert compare.main([str(ROOT / "results"), "--output-dir", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "H200 SXM" in page and "548540" in page
+    printed = capsys.readouterr()
+    assert "| FP8, fp8-backend torchao" in printed.out and "shares" not in printed.err
+
+
+def test_fp8_losses_have_a_wider_band_than_bf16(told):
+    content = json.loads(FP8.read_text())
+    at("steps.3.loss", lambda x: x + 0.02)(content)
+    assert "the loss of step 3 is" in told(content)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is no file of runs"), ("[]", "is no file of runs"), ("[" * 100_000, "nested"),
+     ('{"a": ' * 70 + "1" + "}" * 70, "nested"), (" " * (MOST_BYTES + 1), "is larger than"),
+     ('{"schema_version": 5, "settings": [{"setting": "x", "runs": []}]}', "runs"),
+     ('{"schema_version": 6, "settings": []}', "schema_version"),
+     ('{"schema_version": 4, "baselines": {}}', "older version; make it anew: compare.py RUN... --save"),
+     ('{"format": "llm-train-bench shared result", "runs": []}', "older version; make it anew"),
+     (json.dumps({"schema_version": 5, "settings": [
+         {"setting": "x", "runs": [{"result": {}, "steps": [{"a": 1}] * 9999}]}]}), "runs.0"),
+     (SHARED.read_text().replace('{"setting"', '{"tolerance": 1.5, "setting"'), "tolerance"),
+     (SHARED.read_text().replace('"window_s": ', '"window_s": "x", "y": '), "window_s")],
+)  # fmt: skip
+def test_what_is_no_such_file_is_one_line(text, message, told):
+    said, code = told(text)
+    assert code == 2 and said.count("\n") == 1 and message in said
+
+
+def test_verification_needs_no_torch_and_has_json():
+    code = f"""
+import sys
+sys.modules["torch"] = None
+import check
+sys.exit(check.main(["--verify", {str(SHARED)!r}, "--json"]))
+"""
+    (row,) = json.loads(python(["-c", code]).stdout)
+    assert row["wrong"] == [] and row["setting"].startswith(
+        "H200 SXM x 1: gpt2-125m, train.py, T 1024"
+    )
+
+
+# --- what leaves the machine -----------------------------------------------------------------------
+
+SECRETS = {
+    "host": "gpu-node-17.corp.example", "user": "j.doe-private", "token": "hf_" + "Q" * 30,
+    "github": "ghp_" + "Z" * 36, "password": "hunter2hunter2", "mail": "jane.doe@corp.example",
+    "address": "10.20.30.40", "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+    "project": "secret-project-path", "hex": "deadbeef" * 5, "google": "AIza" + "S" * 35,
+    "hook": "hooks.example/T00/B00/x", "bucket": "s3://acme-private/x", "v6": "fe80::a1b2:c3d4",
+}  # fmt: skip
+
+
+def test_nothing_private_leaves_the_machine(tmp_path, capsys):
+    """Planted in every text of a result, in new keys, and where runs really keep such texts."""
+    run = tmp_path / SECRETS["project"] / "run"
+    run.mkdir(parents=True)
+    (run / "steps.jsonl").write_text((RUN / "steps.jsonl").read_text())
+    content = json.loads((RUN / "result.json").read_text())
+    every = " ".join(SECRETS.values())
+    home = f"/home/{SECRETS['user']}/{SECRETS['project']}"
+    content["writer"]["host"] = content["environment"]["hostname"] = SECRETS["host"]
+    for name in ("run_name", "linear", "attention_kernel", "version"):
+        content[name] = every
+    content["lineage"] |= {"name": every, "id": every}
+    content["model"]["name"] = every
+    content["notes"] = [every]
+    content["command"] += list(SECRETS.values())
+    content["args"] |= {"output_dir": home, "save_dir": home, "run_name": every, "track": ["wandb"]}
+    content["args"] |= {"val_data": f"{home}/val.bin", every: 1, "wandb_key": SECRETS["hex"]}
+    content["environment"]["settings"] = {
+        f"NCCL_{i}_X": value for i, value in enumerate(SECRETS.values())
+    } | {"TORCH_PW": "hunter2hunter2", "NCCL_SOCKET_IFNAME": "eth-private", "NCCL_TOPO_FILE": home}
+    content["environment"] |= {"image": {"name": f"r.corp/{every}", "digest": every},
+                               "os": every, "driver": every, "git_diff": every}  # fmt: skip
+    content["environment"]["more"] = every
+    content["environment"]["libraries"] |= {every: "1", "torch": "2.11.0", "numpy": every}
+    content["model"] |= {"path": f"{home}/config.json", "ignored_keys": ["notes_of_jane"]}
+    content["model"]["config"] |= {"_name_or_path": home, "hub_token": SECRETS["token"], "x": every,
+                                   "architectures": [every], "notes_of_jane": 5}  # fmt: skip
+    content["observed"]["fallbacks"] = [home, SECRETS["bucket"], SECRETS["mail"]]
+    content["observed"]["paths"] = {every: every}
+    content["observed"]["attention"]["forward"] += [SECRETS["bucket"]]
+    content["metrics"]["energy_source"] = every
+    content["ranks"] = [{"rank": 0, "host": SECRETS["host"], "step_time_mean_s": 1.0,
+        "data_time_mean_s": 0.0, "forward_time_mean_s": None, "backward_time_mean_s": None,
+        "optimizer_time_mean_s": None, "peak_memory_gib": None}]  # fmt: skip
+    (run / "result.json").write_text(json.dumps(content))
+    saved = tmp_path / "s.json"
+    assert compare.main([str(run), "--save", str(saved)]) == 0
+    text = saved.read_text() + capsys.readouterr().out
+    left = [name for name, secret in SECRETS.items() if secret.lower() in text.lower()]
+    assert left == [] and not any(x in text for x in (str(tmp_path), "private", "jane", "corp"))
+    cleaned = json.loads(saved.read_text())["settings"][0]["runs"][0]["result"]
+    assert cleaned["model"]["hash"] == content["model"]["hash"]
+    assert cleaned["environment"]["libraries"]["torch"] == "2.11.0"
+    # It is a repeat of the run that it was made from, and says so to the gate.
+    both = [read_records([str(path)], print, LogFacts())[0] for path in (run, saved)]
+    assert identity(both[0]) == identity(both[1]) and both[0].conditions == both[1].conditions
+    assert check.main(["--verify", str(saved)]) == 0
+
+
+def test_a_data_file_is_told_apart_without_its_name(tmp_path):
+    """By a digest of its name: the same file elsewhere is the same setting, another file another."""
+    places = {"a": "/home/jane/corpus.bin", "b": "/data/corpus.bin", "c": "/data/other.bin"}
+    runs = {name: trial(tmp_path, name, args__data=data) for name, data in places.items()}
+    assert id_of(runs["a"]) == id_of(runs["b"]) != id_of(runs["c"])
+    assert compare.main(words(runs["a"], "--save", tmp_path / "s.json")) == 0
+    text = (tmp_path / "s.json").read_text()
+    assert "corpus" not in text and "jane" not in text
+    assert id_of(tmp_path / "s.json") == id_of(runs["b"])
+
+
+def test_a_meters_own_words_are_digests(tmp_path):
+    content = json.loads((ROOT / "tests/sample/plain/result.json").read_text())
+    content |= {
+        "entrypoint": "alice.py",
+        "args": {"node": "gpu-17", "optimizer": "adamw", "n_steps": 3},
+    }
+    (tmp_path / "result.json").write_text(json.dumps(content))
+    (run,) = read_records([str(tmp_path)], print, LogFacts())
+    compare.main([str(tmp_path), "--save", str(tmp_path / "s.json")])
+    text = (tmp_path / "s.json").read_text()
+    (saved,) = read_records([str(tmp_path / "s.json")], print, LogFacts())
+    assert "gpu-17" not in text and "alice" not in text and '"adamw"' in text
+    assert identity(run) == identity(saved)
+
+
+# --- versions --------------------------------------------------------------------------------------
+
+
+def trial(path: Path, name: str, code: int = 0, **changes) -> Path:
+    """The H200's run with other facts, by `part__field`; and its result's place."""
+    content = json.loads((RUN / "result.json").read_text())
+    content["lineage"]["id"] = hashlib.sha256(name.encode()).hexdigest()[:12]
+    for key, value in changes.items():
+        part, _, field = key.partition("__")
+        content[part][field] = value
+    (path / name).mkdir(parents=True)
+    (path / name / "result.json").write_text(json.dumps(content))
+    (path / name / "steps.jsonl").write_text((RUN / "steps.jsonl").read_text())
+    return path / name
+
+
+def id_of(path: Path) -> str:
+    (record,) = read_records([str(path)], print, LogFacts())
+    return identity(record)
+
+
+def test_flags_come_and_go(tmp_path, monkeypatch, capsys):
+    """A flag that is gone at its last default is nothing; at another value it is an unknown setting."""
+    plain = trial(tmp_path, "plain")
+    off = trial(tmp_path, "off", args__old_way=False)
+    on = trial(tmp_path, "on", args__old_way=True)
+    also_on = trial(tmp_path, "also_on", args__old_way=True)
+    assert id_of(plain) != id_of(off)  # a fork's flag, of which nobody knows the default
+    monkeypatch.setitem(flags.REMOVED, "old_way", False)
+    assert id_of(plain) == id_of(off) != id_of(on) == id_of(also_on)
+    assert compare.main([str(plain), str(on)]) == 0
+    assert "| old-way " in capsys.readouterr().out
+    assert run_train(*words("--from", on / "result.json", "--output-dir", tmp_path)) == 2
+    said = (
+        "its run had --old-way True, and this version has no such flag; delete old_way from a copy"
+    )
+    assert said in capsys.readouterr().err
+    # --verify says what it cannot compute any more.
+    assert compare.main([str(on), "--save", str(tmp_path / "on.json")]) == 0
+    assert check.main(["--verify", str(tmp_path / "on.json")]) == 0
+    assert "figures: this version lacks old_way True" in capsys.readouterr().out
+
+
+def test_values_come_and_go(tmp_path, monkeypatch, capsys):
+    """A value that is gone is a setting; an old default of another type is the default."""
+    plain, gone = trial(tmp_path, "plain"), trial(tmp_path, "gone", args__bf16_weights="rounded")
+    assert id_of(plain) != id_of(gone)
+    assert run_train(*words("--from", gone / "result.json")) == 2
+    assert "--bf16-weights rounded, and this version has no such value" in capsys.readouterr().err
+    monkeypatch.setitem(flags.FORMER_VALUES, "bf16_weights", {"never": "off"})
+    assert id_of(trial(tmp_path, "former", args__bf16_weights="never")) == id_of(plain)
+
+
+def test_lists_and_tuples_and_new_flags_are_no_other_setting(tmp_path):
+    """A result of before --pp-layers, one that has the JSON of its default, and one of another seed."""
+    content = json.loads((RUN / "result.json").read_text())
+    assert "pp_layers" not in content["args"]
+    old, new = trial(tmp_path, "old"), trial(tmp_path, "new", args__pp_layers=[])
+    assert id_of(old) == id_of(new) == id_of(trial(tmp_path, "seed", args__seed=7))
+    assert id_of(trial(tmp_path, "other", args__pp_layers=[3, 4])) != id_of(old)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"environment__cuda": "13.9"}, {"environment__settings": {"CUDA_VERSION": "13.9"}},
+     {"environment__image": {"name": "new:2", "digest": None}}, {"environment__git_sha": "1" * 40},
+     {"environment__torch_threads": 3}, {"args__output_dir": "/x"}, {"args__n_steps": 20}],
+)  # fmt: skip
+def test_software_and_machine_are_no_part_of_the_identity(change, tmp_path):
+    assert id_of(trial(tmp_path, "a")) == id_of(trial(tmp_path, "b", **change))
+
+
+# --- two writers -----------------------------------------------------------------------------------
+
+
+def save_one(number: int, folder: Path, barrier) -> None:
+    barrier.wait()
+    os._exit(compare.main([str(folder / f"r{number}"), "--save", str(folder / "all.json")]))
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path):
+    """Six processes save a setting each into one file; a user's file of a like name stays."""
+    n, context = 6, multiprocessing.get_context("fork")
+    for i in range(n):
+        trial(tmp_path, f"r{i}", args__grad_clip=1.0 + i)
+    (tmp_path / "all.new").write_text("mine")
+    barrier = context.Barrier(n)
+    writers = [context.Process(target=save_one, args=(i, tmp_path, barrier)) for i in range(n)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(120)
+    assert [writer.exitcode for writer in writers] == [0] * n
+    assert len(json.loads((tmp_path / "all.json").read_text())["settings"]) == n
+    assert (tmp_path / "all.new").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name[0] == ".") == []
+
+
+def write_again(path: Path, text: str) -> None:
+    for _ in range(300):
+        files.write_whole(path, text)
+
+
+def test_a_reader_sees_one_of_two_writers_whole(tmp_path):
+    path, context = tmp_path / "x.json", multiprocessing.get_context("fork")
+    texts = ["a" * 200_000, "b" * 100_000]
+    files.write_whole(path, texts[0])
+    writers = [context.Process(target=write_again, args=(path, text)) for text in texts]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    while any(writer.is_alive() for writer in writers):
+        seen.add(path.read_text())
+    assert seen <= set(texts) and [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+# --- saving ----------------------------------------------------------------------------------------
+
+
+def test_saving_replaces_a_setting_and_keeps_its_tolerance_and_others(tmp_path, capsys):
+    path = tmp_path / "base.json"
+    a, b = trial(tmp_path, "a"), trial(tmp_path, "b", args__grad_clip=2.0)
+    assert compare.main([str(a), str(b), "--save", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert len(content["settings"]) == 2
+    content["settings"][0]["tolerance"] = 0.1
+    path.write_text(json.dumps(content))
+    first = content["settings"][0]["setting"]
+    again = trial(tmp_path, "again", metrics__goodput=0.5)
+    failed = trial(tmp_path, "failed", metrics__window_saves=1, args__lr=0.5)
+    capsys.readouterr()
+    assert compare.main(words(again, b, failed, "--save", path)) == 5
+    printed = capsys.readouterr().out
+    assert (
+        printed.count("saved H200") == 2
+        and "left out gpt2-125m-bf16: saved in the window" in printed
+    )
+    entries = {entry["setting"]: entry for entry in json.loads(path.read_text())["settings"]}
+    assert len(entries) == 2 and entries[first]["tolerance"] == 0.1
+    assert {len(entry["runs"]) for entry in entries.values()} == {1}
+    assert any(e["runs"][0]["result"]["metrics"].get("goodput") == 0.5 for e in entries.values())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--save", "result.json"], "would replace a run's own file"),
+     (["--save", "x.txt"], "x.txt: is no file of runs"),
+     (["--save", "y.json", "--baseline", "z.json"], "--save with --baseline: run compare.py twice"),
+     (["--tolerance", "5%"], "--tolerance needs --baseline")],
+)  # fmt: skip
+def test_what_cannot_be_saved_or_judged_is_one_line(more, message, tmp_path, monkeypatch, capsys):
+    run = trial(tmp_path, "a")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("my notes")
+    assert compare.main([str(run), *more]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert (tmp_path / "x.txt").read_text() == "my notes"
+
+
+def test_a_round_trip_over_two_images_and_two_versions(tmp_path, monkeypatch, capsys):
+    """Saved with one image and version; another image, a flag more and one less, are held against it."""
+    base = tmp_path / "base.json"
+    monkeypatch.setitem(flags.REMOVED, "old_way", False)
+    runs = [trial(tmp_path, f"old{i}", args__old_way=False, environment__cuda="13.0",
+                  metrics__goodput=i / 8) for i in range(3)]  # fmt: skip
+    assert compare.main(words(runs, "--save", base)) == 0
+    assert check.main(["--verify", str(base)]) == 1  # these "runs" are copies of one
+    new = [trial(tmp_path, f"new{i}", args__pp_layers=[], environment__cuda="13.1",
+                 environment__settings={"CUDA_VERSION": "13.1.2"})
+           for i in range(3)]  # fmt: skip
+    capsys.readouterr()
+    assert compare.main(words(new, "--baseline", base)) == 0
+    assert capsys.readouterr().out.startswith(
+        "ok H200 SXM x 1: gpt2-125m, train.py, T 1024, bsz 128"
+    )
+    # Side by side they are rows of their own, named by what differs.
+    assert compare.main(words(new[0], base)) == 0
+    printed = capsys.readouterr().out
+    assert "cuda 13.0" in printed and "cuda 13.1, CUDA-VERSION 13.1.2" in printed
+    assert compare.main(words(new, "--save", base)) == 0
+    assert len(json.loads(base.read_text())["settings"]) == 1
+
+
+def test_a_real_run_is_saved_compared_judged_and_verified(tmp_path, capsys):
+    flags_of_it = "--from configs/workloads/v1/gpt2-tiny-fp32.yaml --n-steps 6 --warmup-steps 2"
+    trained(tmp_path / "runs", words(flags_of_it), "--run-name here")
+    path = tmp_path / "saved.json"
+    code = compare.main(words(tmp_path / "runs", "--save", path))
+    said = capsys.readouterr().out
+    assert code == (5 if "left out" in said else 0)
+    if code == 0:
+        assert check.main(["--verify", str(path)]) == 0
+        printed = capsys.readouterr().out
+        assert "losses and gradient norms of steps 0 to 4 of gpt2-tiny" in printed
+        assert compare.main(words(path, tmp_path / "runs")) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if "reference" in line]
+        assert len(rows) == 1 and rows[0].split("|")[2].strip() == "1"  # one run, not two
