@@ -135,8 +135,8 @@ def main(argv: Sequence[str]) -> int:
         if args.experiment:
             experiments.append(read_experiment(args.experiment))
         prices = prices_of(machines_of(experiments), args.usd_per_hour, records, args.usd_per_kwh)
-        identical = args.methodology == "identical_config"
-        rows = compare(records, prices, args.tokens, args.reference, identical)
+        same = args.methodology == "identical_config"
+        rows = compare(records, prices, args.tokens, args.reference, identical=same)
         remarks = report.unknown_models(rows)
         for path, (e, unlike) in sweeps.items():
             if e.methodology == "identical_config":

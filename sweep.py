@@ -1,4 +1,4 @@
-"""Which setting is best: run many, one process each, and rank them.
+"""Which setting is best: run many, one process each, and compare them.
 
     python sweep.py configs/sweeps/gpt2-context.yaml
     python sweep.py --models configs/gpt2-tiny.json --set bsz=4,8 pt-compile=true,false --repeats 3
@@ -22,16 +22,17 @@ from llm_train_bench.base.start import INTERRUPTED, ROOT
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.machine import Platform, detect_platform
+from llm_train_bench.base.tables import write_rows
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.compare.ratios import compare, prices_of
-from llm_train_bench.compare.report import by_speed, show_comparison
+from llm_train_bench.compare.report import by_speed, runs_table, show_comparison
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.sweep.all_runs import run_all
 from llm_train_bench.sweep.cell_runs import Rows
 from llm_train_bench.sweep.duration import Durations, duration_text
 from llm_train_bench.sweep.experiment import Experiment, machines_of
 from llm_train_bench.sweep.grid import Cell, differences, make_cells
-from llm_train_bench.sweep.rows_as_records import records_of_rows, write_csv
+from llm_train_bench.sweep.rows_as_records import records_of_rows
 from llm_train_bench.sweep.sweep_flags import SweepArgs, experiment_of
 
 
@@ -78,10 +79,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         # The directory may hold rows of other settings, from an earlier form of the experiment.
         measured = run_all(cells, experiment, rows, platform, args.tune)
-        write_csv(measured, directory / "runs.csv")
         records = records_of_rows(measured)
         prices = prices_of(machines_of([experiment]), [], records)
-        show_comparison(sorted(compare(records, prices, None), key=by_speed), None)
+        rows_of_table = sorted(compare(records, prices, None), key=by_speed)
+        write_rows(directory / "runs.csv", runs_table(rows_of_table))
+        show_comparison(rows_of_table, None)
         print(
             f"rows, CSV, runs: {directory}/rows.jsonl, runs.csv, runs/; compare.py {directory} compares"
         )

@@ -36,7 +36,7 @@ def draw(page: Path, name: str, width: int, height: int, more: str = "", link: s
 
 
 def main() -> None:
-    """A sweep as a report, a step of two ranks as a timeline, and the page of shared results."""
+    """A sweep as a report, and a step of two ranks as a timeline."""
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
@@ -48,12 +48,6 @@ def main() -> None:
         run(*TRACED.split(), folder)
         run("trace_report.py", f"{folder}/llama-tiny-fsdp", "--html", f"{folder}/timeline.html")
         draw(top / "timeline.html", "timeline.png", 1250, 265)
-        run("compare.py", "--site", "results", "--output-dir", folder)
-        row = "#open=h200-sxm%2Fllm-train-bench%2Fgpt2-125m-bf16-20261127.json"
-        draw(top / "index.html", "results.png", 1400, 760, "", row)
-        dark = "--blink-settings=preferredColorScheme=0"
-        draw(top / "index.html", "results-dark.png", 1400, 560, dark)
-        draw(top / "index.html", "results-phone.png", 500, 800)
 
 
 if __name__ == "__main__":

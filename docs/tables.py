@@ -1,4 +1,4 @@
-"""Write what code declares: the docs' tables, and the schema of shared results (make docs)."""
+"""Write what code declares: the docs' tables (make docs)."""
 
 import re
 import sys

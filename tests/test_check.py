@@ -184,7 +184,7 @@ def of_run(change):
     result = read_result(RUNS / "gpt2-125m-bf16/result.json")
     change(result)
     result.judge()
-    return [f"{f.what}: {f.found} -> {f.advice}" for f in findings.of_run(result)]
+    return [f"{f.what}: {f.found} -> {f.advice}" for f in findings.of_remarks(result.remarks, "r")]
 
 
 def throttled(**parts):
@@ -205,6 +205,9 @@ CAUSES = {
               "drift +", "--warmup-steps"),
     "fallback kernel": (lambda r: r.remark("fp32 matmuls ran", "invalid", "update PyTorch"),
                         "fp32 matmuls ran", "update PyTorch"),
+    "a slow device": (lambda r: (setattr(r.metrics, "device_imbalance", 0.05),
+                                 setattr(r.metrics, "slowest_device", 5)),
+                      "rank 5: its GPU multiplies 5% slower", "clocks"),
     "a slow optimizer": (lambda r: r.remark("fallback: optimizer that is not fused", advice="y"),
                          "not fused", "y"),
 }  # fmt: skip
@@ -220,14 +223,7 @@ def test_a_cause_is_found_in_a_run(name):
 def test_nothing_is_found_where_nothing_is_wrong():
     """A full power cap is normal; so is a device as slow as its neighbours."""
     assert of_run(lambda r: None) == []
-    assert list(findings.of_devices([100.0, 99.0, 97.0, None])) == []
-    assert list(findings.of_devices([100.0])) == list(findings.of_rates({})) == []
-
-
-def test_a_slow_device_among_eight_is_named():
-    rates = [700.0] * 5 + [560.0] + [698.0] * 2
-    (found,) = findings.of_devices(rates)
-    assert found.what == "device 5 is slow" and "median device has 700" in found.found
+    assert list(findings.of_rates({})) == []
 
 
 def test_copies_and_throttled_cpus_are_found():

@@ -156,7 +156,7 @@ def test_directories_are_searched_and_strangers_named(tmp_path, capsys, run_of):
     rows = {name.strip(): number.strip() for name, number in rows}
     assert rows["bucket-cap-mb 25.0"] == "2" and rows["bucket-cap-mb 1.0"] == rows["t"] == "1"
     assert "notes.txt: no line of Megatron-Bridge, " in printed.err
-    assert "table.csv: is no metrics.csv (step, ...)" in printed.err
+    assert "table.csv: is of a known kind, but cannot be parsed: Error: field larger" in printed.err
     assert "other.json: is no result.json of ours" in printed.err and "image.png" not in printed.err
 
 
@@ -309,7 +309,7 @@ def test_of_a_sweep_its_runs_are_read(tmp_path, capsys, run_of):
     (tmp_path / "s" / "rows.jsonl").write_text("")
     (tmp_path / "s" / "runs.csv").write_text("key,status,model\nx-1-0,ok,gpt2-tiny\n")
     assert [r.label for r in records_of(tmp_path / "s")] == ["x-1-0"]
-    with pytest.raises(UsageError, match="table of a sweep; give its directory"):
+    with pytest.raises(UsageError, match="no steps of Lightning in it"):
         records_of(tmp_path / "s" / "runs.csv")
 
 

@@ -10,6 +10,7 @@ import tomllib
 import pytest
 
 import compare
+from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.log_formats import SUITES, parse
 from llm_train_bench.compare.read_logs import log_facts, parse_log, read_log
 from llm_train_bench.compare.records import LogFacts, Record, steady
@@ -28,7 +29,7 @@ def record_of(path, text=None, **facts) -> Record:
     """The run of a log, which is first written if a text is given."""
     if text is not None:
         path.write_text(text)
-    (record,) = read_log(path, facts_of_all(**facts))
+    (record,) = read_records([str(path)], print, facts_of_all(**facts))
     return record
 
 

@@ -178,7 +178,7 @@ SAMPLED = {"n_samples": 9, "sampled_power_mean_w": 500.0}
     ("devices", "figures", "notes"),
     [
         ((FINE, HOT), (150.0, True, True, 0),
-         [f"rank 1: {HELD} thermal (memory) 30%", "rank 1: 1 other process(es) used its GPU"]),
+         [f"rank 1: {HELD} thermal (memory) 30%"]),
         ([{"throttled": {"thermal (memory)": 0.001}, "other_processes": 0}],
          (None, False, False, 0), []),
         # Under full load a GPU is at its limit: that is how fast it is.

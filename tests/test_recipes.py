@@ -93,3 +93,40 @@ def test_add_a_family_a_flag_and_a_metric(tree):
         "assert 'tokens_per_minute' in CSV_COLUMNS and 'tokens_per_minute' in FINAL_METRICS"
     )
     run(tree, "-c", code)
+
+
+def test_remove_a_flag(tree):
+    """The flag of before goes again: older results are verified, compared and judged as they were."""
+    (tree / "new.json").write_text(json.dumps(LLAMA))
+    shared = ROOT / "results/h200-sxm/llm-train-bench/gpt2-125m-bf16-20261127.json"
+    argv = ["train.py", "new.json", "--device", "cpu", "--amp", "off", "--bsz", 2, "--seq-len", 16,
+            "--n-steps", 5, "--warmup-steps", 1]  # fmt: skip
+    of_flag = [insertion for insertion in INSERTIONS if insertion[0] == FLAGS]
+    there = (tree / FLAGS).read_text(encoding="utf-8")
+    if of_flag[0][2] not in there:
+        for _, place, inserted in of_flag:
+            there = there.replace(place, inserted + place)
+        (tree / FLAGS).write_text(there, encoding="utf-8")
+    run(tree, *argv, "--run-name", "usual")
+    run(tree, *argv, "--lr-power", 0.5, "--run-name", "half")
+    run(tree, "compare.py", "runs/usual", "--save", "base.json")
+    # Older than the flag, and than the metric of the recipe before.
+    assert "wrong" not in run(tree, "check.py", "--verify", shared).stdout
+
+    for _, _, inserted in of_flag:
+        there = there.replace(inserted, "")
+    there = there.replace(
+        "REMOVED: dict[str, Any] = {\n", 'REMOVED: dict[str, Any] = {\n    "lr_power": 1.0,\n'
+    )
+    assert '"lr_power": 1.0' in there and "lr_power:" not in there
+    (tree / FLAGS).write_text(there, encoding="utf-8")
+    run(tree, *argv, "--run-name", "after")
+    assert "wrong" not in run(tree, "check.py", "--verify", "base.json").stdout
+    table = run(tree, "compare.py", "runs/usual", "runs/after", "runs/half", "base.json").stdout
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
+    runs = {name.strip(): count.strip() for name, count in rows}
+    assert runs.pop("lr-power 0.5") == "1" and list(runs.values()) == ["2"], table
+    judged = run(tree, "compare.py", "runs/after", "--baseline", "base.json", code=5).stdout
+    assert judged.startswith("UNCERTAIN ") and "a single run against a single run" in judged
+    again = run(tree, "train.py", "--from", "runs/half/result.json", code=2).stderr
+    assert "its run had --lr-power 0.5, and this version has no such flag" in again

@@ -21,6 +21,7 @@ from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.ratios import Prices, compare
 from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.compare.report import runs_table
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.sweep import all_runs, cell_runs, duration, grid, tune
@@ -29,7 +30,7 @@ from llm_train_bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, 
 from llm_train_bench.sweep.duration import START_S, duration_text, work_on
 from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import Cell, differences, make_cells
-from llm_train_bench.sweep.rows_as_records import records_of_rows, write_csv
+from llm_train_bench.sweep.rows_as_records import records_of_rows
 from tests import fuzz
 from tests.helpers import ROOT, words
 from tests.processes import Started, wait_until
@@ -132,7 +133,7 @@ def test_what_goes_wrong_is_a_row(killed_and_resumed):
         table = list(csv.DictReader(f))
     names = {"tokens_per_sec", "step_time_cv", "step_time_std_s"}
     assert len(table) == 6 and names <= set(table[0])
-    assert all(float(row["tokens_per_sec"]) > 0 for row in table if row["status"] == "ok")
+    assert all(float(row["tokens_per_sec"]) > 0 for row in table if not row["invalid"])
     lines = [line for line in text.splitlines() if line.startswith("| bsz")]
     assert "reference" in lines[0] and not (out / "ranked.md").exists()
     names = {"bsz 2, no init-from", "bsz 3, init-from missing", "bsz 400000, no init-from"}
@@ -362,14 +363,6 @@ def test_the_time_left_is_right_where_settings_differ(tmp_path, monkeypatch, cap
     assert left == ["5 min 0 s", "4 min 10 s", "2 min 40 s", "2 min 20 s", "1 min 30 s", "0 s"]
 
 
-def test_energy_in_the_csv(tmp_path):
-    row = {"key": "k", "status": "ok", "axes": {}, "model": "m", "tokens_per_sec": 1.0}
-    write_csv([row | {"energy_j": 7.2e6}, row | {"energy_j": None}], tmp_path / "x.csv")
-    with (tmp_path / "x.csv").open() as f:
-        first, second = csv.DictReader(f)
-    assert (float(first["kwh"]), float(first["gco2"])) == (2.0, 890.0) and second["kwh"] == ""
-
-
 def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
     (tmp_path / "logs").write_text("in the way")
     path = write(tmp_path / "e.yaml", training=FAST)
@@ -482,6 +475,11 @@ def test_a_sweep_has_the_verdicts_of_compare(tmp_path):
     assert [(r.ratio, r.answer, r.verdict) for r in here[:2]] == [
         (r.ratio, r.answer, r.verdict) for r in there
     ]
+    first, *_, last = runs_table(here)
+    assert (first["bsz"], first["step_time_cv"] > 0, first["kwh"]) == (1, True, None)
+    assert (last["bsz"], last["invalid"]) == (3, "timeout: not done after 5 s")
+    here[0].record.runs[0].result.metrics.energy_j = 7.2e6
+    assert [runs_table(here)[0][name] for name in ("kwh", "gco2")] == [2.0, 890.0]
     assert here[1].ratio == pytest.approx(1.03, rel=1e-3) and len(here[1].record.rates) == 3
     assert [r.record.setting for r in here] == ["bsz 1", "bsz 2", "bsz 3"]
     assert (

@@ -59,11 +59,6 @@ class Hardware:
         return "amd" if self.name.startswith("MI") else "nvidia"
 
     @property
-    def highest_tflops(self) -> float:
-        """Its highest dense peak of any format."""
-        return max(self.bf16_tflops, self.fp8_tflops or 0.0, self.fp4_tflops or 0.0)
-
-    @property
     def native_amp(self) -> str:
         """The format of `--amp auto`. GPUs before Ampere have fp16; `bf16_tflops` is then its peak."""
         if self.platform == "cpu":  # its name has its instruction sets

@@ -1,6 +1,6 @@
 """What is wrong with a machine, in words with cause and cure. Needs nothing but Python.
 
-`of_machine` looks at what is there. `of_run`, `of_rates` and `of_devices` judge what check.py measured.
+`of_machine` looks at what is there. `of_remarks` and `of_rates` judge what check.py measured.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llm_train_bench.results.schema import DeviceUse, Result
+    from llm_train_bench.results.remarks import Remark
 
 from llm_train_bench.base.errors import printable
 from llm_train_bench.base.files import how_to_install
@@ -392,45 +392,14 @@ def _numbers(text: str) -> set[int]:
 
 
 # Parts of a window or of a rate from which check.py reports them.
-THROTTLED_CPU, BEHIND_OTHERS, SLOW_COPY, LOW_CLOCK = 0.02, 0.1, 0.6, 0.7
+THROTTLED_CPU, SLOW_COPY = 0.02, 0.6
 
 
-def of_run(r: "Result") -> Iterator[Finding]:
-    """What held a measured run back: its remarks, clocks without a reason, a slow device."""
-    for remark in r.remarks:
+def of_remarks(remarks: Iterable["Remark"], where: str) -> Iterator[Finding]:
+    """What held a measured run back, or a device in other work: remarks that are no mere information."""
+    for remark in remarks:
         if remark.kind != "information" or remark.text.startswith("fallback"):
-            yield Finding(f"{r.run_name}: {remark.kind}", "missing", remark.text, remark.advice)
-    for use in r.devices:
-        yield from of_clocks(use, f"{r.run_name}: rank {use.rank}")
-    yield from of_devices([rank.probe_tflops for rank in r.ranks])
-
-
-def of_use(use: "DeviceUse", where: str) -> Iterator[Finding]:
-    """What a device's sensors said in a window."""
-    from llm_train_bench.results.remarks import POWER_CAP  # needs pydantic
-
-    for reason, part in use.held_down.items():
-        if reason == POWER_CAP:
-            continue
-        cure = "cooling and airflow" if "thermal" in reason else "power supply and cables"
-        found = f"{reason}, in {part:.0%} of the window"
-        yield Finding(f"{where}: clocks held down", "missing", found, f"check {cure}")
-    yield from of_clocks(use, where)
-    if use.other_processes:
-        advice = "wait, or end them: doctor.py lists them"
-        found = f"{use.other_processes} other process(es) used the GPU"
-        yield Finding(f"{where}: shared GPU", "missing", found, advice)
-
-
-def of_clocks(use: "DeviceUse", where: str) -> Iterator[Finding]:
-    """Clocks that are low, though nothing held them down."""
-    from llm_train_bench.results.remarks import POWER_CAP
-
-    clock, highest = use.sm_clock_mean_mhz, use.sm_clock_limit_mhz
-    capped = (use.throttled or {}).get(POWER_CAP, 0) > 0.5
-    if clock and highest and not use.held_down and not capped and clock < LOW_CLOCK * highest:
-        found = f"{clock:.0f} of {highest:.0f} MHz without a reason"
-        yield Finding(f"{where}: low clocks", "missing", found, "sudo nvidia-smi -rgc and -rac")
+            yield Finding(f"{where}: {remark.kind}", "missing", remark.text, remark.advice)
 
 
 def of_rates(rates: Mapping[str, float]) -> Iterator[Finding]:
@@ -448,14 +417,3 @@ def of_rates(rates: Mapping[str, float]) -> Iterator[Finding]:
             )
             found = f"{rate:.1f} GB/s; its PCIe link has {link:.1f}"
             yield Finding(f"copies {name}", "missing", found, advice)
-
-
-def of_devices(rates: Sequence[float | None]) -> Iterator[Finding]:
-    """A device that is slower than the median of its neighbours; one finding each."""
-    known = sorted(rate for rate in rates if rate)
-    middle = known[len(known) // 2] if len(known) > 1 else 0.0
-    for rank, rate in enumerate(rates):
-        if rate and rate < (1 - BEHIND_OTHERS) * middle:
-            advice = "look at its clocks, power and temperature; leave it out if that does not help"
-            found = f"{rate:.4g} TFLOP/s, and the median device has {middle:.4g}"
-            yield Finding(f"device {rank} is slow", "missing", found, advice)

@@ -27,7 +27,8 @@ from llm_train_bench.check.references import (
 from llm_train_bench.check.workloads import Workload, format_of, workload_of
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
-from llm_train_bench.results.result_files import read_result, read_steps
+from llm_train_bench.results.remarks import device_remarks
+from llm_train_bench.results.result_files import read_result, read_steps, storable
 from llm_train_bench.results.schema import DeviceUse, Result
 
 # A rate is measured for so many seconds.
@@ -51,29 +52,10 @@ class MachineCheck:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON data."""
-        figures = [
-            {
-                **dataclasses.asdict(f),
-                "part": f.part,
-                "reference": f.reference and _finite(f.reference),
-            }
-            for f in self.figures
-        ]
-        return {
-            "version": __version__,
-            "device": self.device,
-            "count": self.count,
-            "verdict": self.verdict,
-            "part": self.part,
-            "about": self.about,
-            "figures": figures,
-            "findings": [dataclasses.asdict(f) for f in self.found],
-        }
-
-
-def _finite(reference: Any) -> dict[str, Any]:
-    values = dataclasses.asdict(reference)
-    return values | {"high": None if values["high"] > 1e30 else values["high"]}
+        names = ("device", "count", "verdict", "part", "about")
+        told = {"version": __version__} | {name: getattr(self, name) for name in names}
+        figures = [storable(dataclasses.asdict(f) | {"part": f.part}) for f in self.figures]
+        return told | {"figures": figures, "findings": [dataclasses.asdict(f) for f in self.found]}
 
 
 def probe_device(device: str, directory: Path) -> dict[str, Any]:
@@ -167,7 +149,7 @@ def check_machine(
     if ranks > 1:
         say("nodes ...")
         result.figures += list(survey_figures(survey_ranks(ranks), hardware, found))
-    found += findings.of_use(DeviceUse(**told["use"]), "rates")
+    found += findings.of_remarks(device_remarks(DeviceUse(**told["use"])), "rates")
     found += findings.of_rates(rates)
     for w in chosen:
         say(f"{w.name} ...")
@@ -178,7 +160,7 @@ def check_machine(
         result.runs[w.name] = directory / w.name
         measured = reached(w, run.device.hardware, ranks)
         result.figures.append(workload_figure(w, run, hardware, measured))
-        found += findings.of_run(run)
+        found += findings.of_remarks(run.remarks, run.run_name)
         steps = read_steps(directory / w.name / "steps.jsonl")
         if wrong := w.wrong_steps(format_of(run), steps):
             advice = "this machine computes something else: test its memory, update its libraries"

@@ -201,8 +201,5 @@ def _wrong_facts(r: Result) -> Iterator[str]:
             yield f"rank {use.rank} has a reading below 0"
     if hardware and d.type == "cuda":
         gib = max(d.memory_gib or 0.0, m.peak_allocated_gib or 0.0, m.peak_reserved_gib or 0.0)
-        peak = hardware.highest_tflops if r.fp8 else hardware.bf16_tflops
         if gib > 1.05 * hardware.memory_gib:
             yield f"it has {gib:.4g} GiB, and a {hardware.name} {hardware.memory_gib:.4g}"
-        if (m.model_tflops_per_gpu_causal or 0.0) > peak:
-            yield f"{m.model_tflops_per_gpu_causal:,.0f} TFLOP/s are above the {hardware.name}'s peak"

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, one_line
-from llm_train_bench.compare.read_logs import read_lines, read_log
-from llm_train_bench.compare.read_results import read_csv, read_json
+from llm_train_bench.compare.read_logs import read_lines, read_log, read_metrics_csv
+from llm_train_bench.compare.read_results import read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
 from llm_train_bench.model.json_keys import plain_file
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
-READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_csv}  # others are logs
+READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_metrics_csv}  # others are logs
 # Errors that a file of a known kind can cause in a reader.
 UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, csv.Error)
 

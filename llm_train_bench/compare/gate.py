@@ -3,7 +3,6 @@
 For tests of your own: `assert_no_regression`, or pytest's fixture `no_regression` (pytest_plugin.py).
 """
 
-import collections
 import dataclasses
 import functools
 import json
@@ -16,7 +15,6 @@ from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.tables import grouped, markdown_cell, markdown_text, number
 from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.ratios import unlike_limits
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.setting import (
@@ -25,6 +23,7 @@ from llm_train_bench.compare.setting import (
     identity,
     name_by_itself,
     repeats,
+    unlike_limits,
 )
 from llm_train_bench.formulas.time_statistics import NORMAL, Mean, drift, mean_of, student_t
 
@@ -306,15 +305,11 @@ def comment(verdicts: Sequence[Verdict], code: int) -> str:
 
 def benchmark_points(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     """The figures in github-action-benchmark's form `customBiggerIsBetter`: one series a setting."""
-    seen, names = collections.Counter(), {}
-    for v in verdicts:
-        seen[v.name] += 1
-        names[id(v)] = v.name if seen[v.name] == 1 else f"{v.name} ({seen[v.name]})"
     return [
-        {"name": f"{names[id(v)]}: {what}", "unit": unit, "value": getattr(v.now, key)}
+        {"name": f"{v.name}: {what}", "unit": unit, "value": getattr(v.now, key)}
         | ({"range": f"{v.now.low:.1f} to {v.now.high:.1f}"} if key.startswith("tok") else {})
         | {"extra": v.line}
-        for v in verdicts
+        for v in {v.name: v for v in verdicts}.values()
         if v.now
         for key, what, unit in (
             ("tokens_per_sec_per_gpu", "speed", "tokens/s per GPU"),

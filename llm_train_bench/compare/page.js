@@ -29,8 +29,8 @@ function say(event, text) {
   tip.style.top = `${Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)}px`;
 }
 
-// Axes of a plot, `along` with these ticks; gives functions from values to places.
-function axes(box, xs, ys, names, along) {
+// Axes of a plot; gives functions from values to places.
+function axes(box, xs, ys, names) {
   const [width, height, left, bottom] = [460, 250, 58, 34];
   const range = values => { let [low, high] = [Math.min(...values), Math.max(...values)];
     const room = (high - low || Math.abs(high) || 1) * .06; return [low - room, high + room]; };
@@ -44,7 +44,7 @@ function axes(box, xs, ys, names, along) {
   box.setAttribute("viewBox", `0 0 ${width} ${height}`);
   for (const t of ticks(yr)) box.append(make("line", {class: "axis", x1: left, x2: width - 8, y1: y(t), y2: y(t)}),
     make("text", {x: left - 6, y: y(t) + 4, "text-anchor": "end"}, t.toLocaleString("en-US", {maximumSignificantDigits: 4})));
-  for (const t of along ?? ticks(xr)) box.append(make("text", {x: x(t), y: height - bottom + 14, "text-anchor": "middle"},
+  for (const t of ticks(xr)) box.append(make("text", {x: x(t), y: height - bottom + 14, "text-anchor": "middle"},
     t.toLocaleString("en-US", {maximumSignificantDigits: 4})));
   box.append(make("text", {x: (left + width) / 2, y: height - 3, "text-anchor": "middle"}, names));
   return [x, y, width, height, left, bottom];

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.files import shown_word
 from llm_train_bench.base.hardware import device_called, find_hardware
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.records import Record
@@ -20,9 +19,10 @@ from llm_train_bench.compare.setting import (
     ratio_interval,
     repeats,
     settle,
+    unlike,
 )
 from llm_train_bench.formulas.time_statistics import mean_of
-from llm_train_bench.settings.flags import Fp8Flags, differing
+from llm_train_bench.settings.flags import Fp8Flags
 
 # Figures of a setting that are means over its runs.
 MEANS = "tokens_per_sec tokens_per_sec_per_gpu mfu tflops_per_gpu tokens_per_joule goodput".split()
@@ -174,35 +174,6 @@ def _share_names(records: list[Record]) -> None:
     for r in records:
         if r.model_hash:
             r.model = names.setdefault(r.model_hash, r.model)
-
-
-def unlike(a: Record, b: Record, identical: bool) -> list[str]:
-    """Why b cannot be compared with a: another model, another training, another way to count."""
-    why = []
-    if a.model_hash and b.model_hash and a.model_hash != b.model_hash:
-        why.append("another model under the same name")
-    if a.hardware == b.hardware and unlike_limits(a.power_limit_w, b.power_limit_w):
-        why.append(f"power limit {a.power_limit_w:.0f} / {b.power_limit_w:.0f} W")
-    left, right = a.hyperparameters or {}, b.hyperparameters or {}
-    if identical and a.arguments and b.arguments:
-        left, right = a.arguments, b.arguments
-    names = differing(left, right)
-    if not identical:
-        # Settings may differ to suit each machine; what is learnt may not.
-        names = [n for n in names if n not in ("global_batch", "seed", "data")]
-    why += [f"{n} {_short(left[n])} / {_short(right[n])}" for n in names]
-    if identical and not (a.arguments and b.arguments) and a.settings != b.settings:
-        why.append(f"settings {a.settings} / {b.settings}")
-    return why
-
-
-def unlike_limits(a: float | None, b: float | None) -> bool:
-    """Whether two power limits [W] of one kind of device differ, by more than their rounding."""
-    return bool(a and b and abs(a / b - 1) > 0.01)
-
-
-def _short(value) -> str:
-    return f"{value:g}" if isinstance(value, float) else shown_word(str(value))
 
 
 def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:

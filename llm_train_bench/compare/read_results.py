@@ -4,7 +4,6 @@ That suite's keys (docs/COMPARE.md lists the mapping): platform, gpu_info, train
 performance_metrics, memory_metrics, step_times, loss_values, learning_rates.
 """
 
-import csv
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_command
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.strict import first_problem
-from llm_train_bench.compare.read_logs import read_automodel, read_metrics_csv, read_trainer_state
+from llm_train_bench.compare.read_logs import read_automodel, read_trainer_state
 from llm_train_bench.compare.records import LogFacts, Record, steady
 from llm_train_bench.compare.run_files import is_runs_file, read_runs_file
 from llm_train_bench.compare.setting import changes_in_words, settings_of
@@ -197,14 +196,3 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
         hyperparameters=hyperparameters,
         remarks=[Remark(kind="information", text=note) for note in notes],
     )
-
-
-def read_csv(path: Path, facts: LogFacts) -> list[Record]:
-    """A metrics.csv of Lightning or litgpt."""
-    with path.open(newline="", encoding="utf-8-sig") as f:
-        first = next(csv.reader(f), [])
-    if "step" in first:
-        return read_metrics_csv(path, facts)
-    if "key" in first and "model" in first:
-        raise UsageError(f"{path}: is a table of a sweep; give its directory, which has the runs")
-    raise UsageError(f"{path}: is no metrics.csv (step, ...)")

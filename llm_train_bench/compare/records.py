@@ -173,10 +173,12 @@ def remark_on_figures(r: Record) -> None:
         r.remark(text, "disturbed", advice)
     device = device_called(r.hardware)
     doubt = "the number of GPUs, the hardware, the batch or the parameters may be wrong (--log)"
-    part = r.mfu or 0.0
-    if device and r.tflops_per_gpu:
-        part = max(part, r.tflops_per_gpu / device.bf16_tflops)
-    if part > (device.highest_tflops / device.bf16_tflops if device else 1.0):
+    part, highest = r.mfu or 0.0, 1.0
+    if device:
+        part = max(part, (r.tflops_per_gpu or 0.0) / device.bf16_tflops)
+        lower_formats = (device.fp8_tflops or 0.0, device.fp4_tflops or 0.0)
+        highest = max(1.0, *(peak / device.bf16_tflops for peak in lower_formats))
+    if part > highest:
         r.remark(f"faster than its peak: an MFU of {part:,.0%}", "invalid", doubt)
     elif part > 1:
         text = f"an MFU of {part:,.0%}, which only FP8 or FP4 can reach"

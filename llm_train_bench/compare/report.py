@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llm_train_bench import __version__
-from llm_train_bench.base.files import shown_path, write_whole
+from llm_train_bench.base.files import shown_path, shown_word, write_whole
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tables import (
     grouped,
@@ -23,9 +23,12 @@ from llm_train_bench.base.tables import (
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record, microseconds_per_token
 from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR
+from llm_train_bench.results.metrics import CSV_COLUMNS
 
 Item = TypeVar("Item")
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
+# Grams of CO2 per kWh: the world's mean of 2024 (IEA, Electricity 2025).
+GCO2_PER_KWH = 445.0
 # Rows on the screen, sentences on a group, settings with curves and runs with paths in a report.
 MOST_SHOWN, MOST_VERDICTS, MOST_DRAWN, MOST_RUNS = 40, 6, 8, 4000
 
@@ -125,15 +128,31 @@ def row_facts(row: Compared, tokens: float | None) -> dict[str, Any]:
     return facts | {"days": row.days if tokens else None}
 
 
-def run_facts(row: Compared, r: Record) -> dict[str, Any]:
-    """A run's figures and where they come from, as runs.csv has them."""
+def runs_table(rows: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Every run as runs.csv has it: the settings in which runs differ, figures, and where it is from.
+
+    `kwh` is the energy of the window, `gco2` that times the grid's grams of CO2 per kWh.
+    """
+    runs = [(row, r) for row in rows for r in row.record.runs]
+    names = dict.fromkeys(name for _, r in runs for name in r.arguments or ())
+    known = {name: {str((r.arguments or {}).get(name)) for _, r in runs} for name in names}
+    differ = [name for name, values in known.items() if len(values) > 1]
+    return [_run_facts(row, r, differ) for row, r in runs]
+
+
+def _run_facts(row: Compared, r: Record, differ: Sequence[str]) -> dict[str, Any]:
+    metrics, settings = (r.result.metrics if r.result else None), r.arguments or {}
+    joules = metrics and metrics.energy_j
     facts = {"group": row.group, "setting": row.record.setting, "run": r.label}
-    facts |= _fields(r, "hardware n_gpus settings tokens_per_sec_per_gpu mfu tflops_per_gpu")
-    facts |= _fields(r, "memory_gib goodput")
+    shown = {name: settings.get(name) for name in differ}
+    facts |= {k: shown_word(v) if isinstance(v, str) else v for k, v in shown.items()}
+    facts |= _fields(r, "hardware n_gpus settings memory_gib memory_kind tflops_per_gpu")
+    facts |= {name: getattr(metrics, name, getattr(r, name, None)) for name in CSV_COLUMNS}
+    facts |= {"kwh": joules and joules / 3.6e6, "gco2": joules and joules / 3.6e6 * GCO2_PER_KWH}
     facts |= {"invalid": "; ".join(r.invalid), "remarks": "; ".join(r.texts("disturbed"))}
-    facts |= {"suite": r.suite}
     origin = ("date", "commit", "torch", "driver", "command")
-    return facts | {name: r.provenance.get(name) for name in origin} | {"path": shown_path(r.path)}
+    facts |= {"suite": r.suite} | {name: r.provenance.get(name) for name in origin}
+    return facts | {"path": shown_path(r.path)}
 
 
 def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
@@ -156,7 +175,7 @@ def write(
     """Write all files, and name them; `remarks` open the report, `priced`: prices were given."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = [row_facts(row, tokens) for row in rows]
-    runs = [run_facts(row, r) for row in rows for r in row.record.runs]
+    runs = runs_table(rows)
     write_rows(directory / "compare.csv", settings)
     write_rows(directory / "runs.csv", runs)
     content = {

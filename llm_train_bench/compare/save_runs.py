@@ -38,12 +38,12 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
     usable = [r for r in runs if not unusable(r)]
     with locked(path):
         stored = read_runs_file(path).settings if path.exists() else []
-        settings = {_identity_of(entry): entry for entry in stored}
-        for members in grouped(usable, identity).values():
+        settings = {identity(_first_of(entry.runs)): entry for entry in stored}
+        for key, members in grouped(usable, identity).items():
             saved = [_saved(r) for r in members]
-            entry = SavedSetting(setting=name_by_itself(_record(saved[0])), runs=saved)
-            key = _identity_of(entry)
-            entry.tolerance = settings[key].tolerance if key in settings else None
+            entry = SavedSetting(setting=name_by_itself(_first_of(saved)), runs=saved)
+            if key in settings:
+                entry.tolerance = settings[key].tolerance
             settings[key] = entry
             rate = figures_of(members).tokens_per_sec_per_gpu
             n = f"{len(members)} run{'s' * (len(members) > 1)}"
@@ -63,9 +63,5 @@ def _saved(r: Record) -> SavedRun:
         raise UsageError(f"--save: {r.path}: {first_problem(error)}") from None
 
 
-def _record(run: SavedRun) -> Record:
-    return record_of_result(run.result, [], "")
-
-
-def _identity_of(entry: SavedSetting) -> str:
-    return identity(_record(entry.runs[0]))
+def _first_of(runs: Sequence[SavedRun]) -> Record:
+    return record_of_result(runs[0].result, [], "")

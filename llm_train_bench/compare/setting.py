@@ -1,4 +1,4 @@
-"""What a setting is, how it is named, and which of two is faster. Needs no torch.
+"""What a setting is, how it is named, which may be compared, and which is faster. Needs no torch.
 
 A setting is a model, a number of devices, a script and its flags. Software, environment and the machine's
 state are conditions of a run: they are no part of the identity, and are shown where they differ.
@@ -20,6 +20,7 @@ from llm_train_bench.settings.flags import (
     LENGTH,
     OUTPUT,
     Script,
+    differing,
     of_kind,
     present_flags,
     usual_values,
@@ -157,7 +158,37 @@ def plainest(members: Sequence[Record]) -> Record:
     return min(members, key=lambda r: sum(key in default for key in changed_settings(r)))
 
 
-# --- which of two is faster ------------------------------------------------------------------------
+# --- which may be compared, and which is faster ---------------------------------------------------
+
+
+def unlike(a: Record, b: Record, identical: bool) -> list[str]:
+    """Why b cannot be compared with a: another model, another training, another way to count."""
+    why = []
+    if a.model_hash and b.model_hash and a.model_hash != b.model_hash:
+        why.append("another model under the same name")
+    if a.hardware == b.hardware and unlike_limits(a.power_limit_w, b.power_limit_w):
+        why.append(f"power limit {a.power_limit_w:.0f} / {b.power_limit_w:.0f} W")
+    left, right = a.hyperparameters or {}, b.hyperparameters or {}
+    if identical and a.arguments and b.arguments:
+        left, right = a.arguments, b.arguments
+    names = differing(left, right)
+    if not identical:
+        # Settings may differ to suit each machine; what is learnt may not.
+        names = [n for n in names if n not in ("global_batch", "seed", "data")]
+    why += [f"{n} {_short(left[n])} / {_short(right[n])}" for n in names]
+    if identical and not (a.arguments and b.arguments) and a.settings != b.settings:
+        why.append(f"settings {a.settings} / {b.settings}")
+    return why
+
+
+def unlike_limits(a: float | None, b: float | None) -> bool:
+    """Whether two power limits [W] of one kind of device differ, by more than their rounding."""
+    return bool(a and b and abs(a / b - 1) > 0.01)
+
+
+def _short(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else shown_word(str(value))
+
 
 Answer = Literal["faster", "slower", "uncertain"]
 

@@ -19,11 +19,8 @@ WORD = re.compile(r"(?![0-9a-zA-Z]{24})[\w.+:, =()-]{0,80}", re.ASCII)
 DEVICE_NAME = re.compile(r"[\w.+,@()/ -]{2,120}", re.ASCII)
 # Values of variables: switches, numbers, versions, NCCL's constants, and key:value of an allocator.
 VARIABLE = re.compile(
-    r"true|false|on|off|\d{1,6}|\d{1,3}(?:\.\d{1,4}){1,2}(?:[-+]\d{1,3}|[a-z])?|"
-    r"WARN|INFO|VERSION|Ring|Tree|RING|TREE|SIMPLE|LL|LL128|SYS|PIX|PXB|PHB|NVL|LOC|ACTIVE|PASSIVE|"
-    r"(?:[a-z_]{2,40}:(?:True|False|[\d.]{1,8}),?){1,4}",
-    re.ASCII,
-)
+    r"true|false|on|off|\d{1,6}(\.\d{1,4}){0,2}|[A-Z]{2,8}\d{0,3}|Ring|Tree|"
+    r"([a-z_]{2,40}:(True|False|[\d.]{1,8}),?){1,4}", re.ASCII)  # fmt: skip
 # Variables whose values name hosts, devices of a network, jobs or places.
 PLACES = re.compile(r"IFNAME|JOB_ID|FILE|PATH|DIR|HOME|HOST|ADDR|PORT|HCA|(^|_)PW($|_)")
 # Keys of configs whose values are words.

@@ -22,8 +22,6 @@ from llm_train_bench.results.schema import DeviceUse, Fp8Info, RankInfo, Result
 
 # The shortest window whose ticks of CPU time tell who used it [CPU seconds].
 SHORTEST_LOOK_S = 1.0
-# A GPU that is further behind the others than this fraction is reported.
-SLOW_DEVICE = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +103,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     rates = [r.probe_tflops for r in ranks if r.probe_tflops is not None]
     if len(rates) == len(ranks):
         m.slowest_device = rates.index(min(rates))
-        behind = m.device_imbalance = 1 - min(rates) / statistics.fmean(rates)
-        if behind > SLOW_DEVICE and result.device.type == "cuda":
-            late = ranks[m.slowest_device]
-            result.remark(
-                f"rank {late.rank} on {late.host}: its GPU multiplies {behind:.0%} slower "
-                "than the mean of all; every other one waits for it"
-            )
+        m.device_imbalance = 1 - min(rates) / statistics.fmean(rates)
 
 
 def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from llm_train_bench.formulas.time_statistics import drift
 
 if TYPE_CHECKING:
-    from llm_train_bench.results.schema import Result
+    from llm_train_bench.results.schema import DeviceUse, Result
 
 # A device holds its average power to its limit, except for moments.
 LIMIT_SLACK = 0.05
@@ -22,6 +22,10 @@ POWER_AGREES = 0.2
 BUSY_CPU, BUSY_HOST, STOLEN_CPU = 0.1, 0.5, 0.01
 # The one reason for lower clocks that is normal: under full load a GPU is at its power limit.
 POWER_CAP = "power cap"
+
+# A mean clock below this part of the limit needs a reason, and a GPU so far behind the others too.
+LOW_CLOCK, SLOW_DEVICE = 0.7, 0.03
+SHARED = "end the other processes that use it: doctor.py lists them"
 
 RemarkKind = Literal["invalid", "disturbed", "information"]
 
@@ -41,40 +45,64 @@ class Remark(BaseModel, extra="forbid", frozen=True):
 
 
 def derived_remarks(r: "Result") -> Iterator[Remark]:
-    """The remarks that follow from a result's figures."""
-    for text, advice in (*_not_of_a_steady_run(r), *_impossible(r)):
-        yield Remark(kind="invalid", text=text, advice=advice, from_figures=True)
-    for text, advice in _disturbances(r):
-        yield Remark(kind="disturbed", text=text, advice=advice, from_figures=True)
-    for text in _readings(r):
-        yield Remark(kind="information", text=text, from_figures=True)
+    """The remarks that follow from a result's figures, each once."""
+    made = [Remark(kind="invalid", text=text, advice=advice) for text, advice in _not_steady(r)]
+    made += [Remark(kind="invalid", text=text, advice=advice) for text, advice in _impossible(r)]
+    made += [remark for use in r.devices for remark in device_remarks(use)]
+    made += [Remark(kind="disturbed", text=text, advice=why) for text, why in _disturbances(r)]
+    for remark in dict.fromkeys(made):
+        yield remark.model_copy(update={"from_figures": True})
 
 
-def _not_of_a_steady_run(r: "Result") -> Iterator[tuple[str, str]]:
+def device_remarks(use: "DeviceUse") -> Iterator[Remark]:
+    """What the sensors of a rank's device said of a window."""
+    held = {why: f"{why} {part:.0%}" for why, part in use.held_down.items()}
+    if reasons := sorted(held.keys() - {POWER_CAP}):
+        text, advice = (
+            f"clocks held down ({', '.join(reasons)})",
+            "check cooling, airflow and power supply",
+        )
+        yield Remark(kind="invalid", text=text, advice=advice)
+    if held:
+        text = f"rank {use.rank}: clocks were held down in the window: {', '.join(held.values())}"
+        yield Remark(kind="information", text=text)
+    clock, highest = use.sm_clock_mean_mhz, use.sm_clock_limit_mhz
+    if clock and highest and not held and clock < LOW_CLOCK * highest:
+        text = f"rank {use.rank}: {clock:.0f} of {highest:.0f} MHz without a reason"
+        yield Remark(kind="disturbed", text=text, advice="sudo nvidia-smi -rgc and -rac")
+    sampled, counted = use.sampled_power_mean_w, use.average_power_w
+    if sampled and counted and use.n_samples >= 5 and abs(counted / sampled - 1) > POWER_AGREES:
+        text = f"rank {use.rank}: {counted:.0f} W by the energy counter, {sampled:.0f} W by samples"
+        yield Remark(kind="information", text=f"{text} of the power: one of them is wrong")
+    if use.other_processes:
+        yield Remark(kind="invalid", text="shared GPU", advice=SHARED)
+
+
+def _not_steady(r: "Result") -> Iterator[tuple[str, str]]:
     m = r.metrics
-    if r.status != "ok":
-        yield f"status {r.status}", ""
-    if profiled_in_window(r):
-        yield "profiled in the window", "leave out --profile-start, or measure another run"
-    if reasons := sorted({why for d in r.devices for why in d.held_down} - {POWER_CAP}):
-        yield f"clocks held down ({', '.join(reasons)})", "check cooling, airflow and power supply"
-    if m.device_shared:
-        yield "shared GPU", "other processes used the GPU; end them: doctor.py lists them"
-    steady = "the figures are not those of a steady run; use"
-    if m.window_compile_s:
-        spent = f"torch.compile worked for {m.window_compile_s:.1f} s inside the window"
-        yield "compiled in the window", f"{spent}: {steady} more --warmup-steps"
-    if m.window_graphs_recorded:
-        again = f"CUDA graphs were recorded again {m.window_graphs_recorded} times"
-        yield "CUDA graphs recorded in the window", f"{again}: {steady} another --compile-mode"
-    if m.window_saves:
-        yield "saved in the window", ""
-    if m.window_evaluations:
-        yield "evaluated in the window", ""
-    if r.status == "ok" and r.loss_known and m.final_loss is None and r.step_times_s:
-        yield "loss not finite", ""
-    if r.fp8 and r.fp8.emulated:
-        yield "FP8 emulated", "the figures say nothing of FP8's speed"
+    steady = "inside the window: the figures are not those of a steady run; use"
+    compiled = (
+        f"torch.compile worked for {m.window_compile_s or 0:.1f} s {steady} more --warmup-steps"
+    )
+    again = f"CUDA graphs were recorded {m.window_graphs_recorded} times {steady} another --compile-mode"
+    no_loss = r.status == "ok" and r.loss_known and m.final_loss is None and r.step_times_s
+    for applies, text, advice in (
+        (r.status != "ok", f"status {r.status}", ""),
+        (profiled_in_window(r), "profiled in the window", "leave out --profile-start"),
+        (
+            m.device_shared,
+            "shared GPU",
+            "end the other processes that use it: doctor.py lists them",
+        ),
+        (m.window_compile_s, "compiled in the window", compiled),
+        (m.window_graphs_recorded, "CUDA graphs recorded in the window", again),
+        (m.window_saves, "saved in the window", ""),
+        (m.window_evaluations, "evaluated in the window", ""),
+        (no_loss, "loss not finite", ""),
+        (r.fp8 and r.fp8.emulated, "FP8 emulated", "the figures say nothing of FP8's speed"),
+    ):
+        if applies:
+            yield text, advice
 
 
 def profiled_in_window(r: "Result") -> bool:
@@ -181,6 +209,11 @@ def drift_remark(step_times_s: list[float]) -> Iterator[tuple[str, str]]:
 def _disturbances(r: "Result") -> Iterator[tuple[str, str]]:
     m = r.metrics
     yield from drift_remark(r.step_times_s)
+    if (behind := m.device_imbalance or 0) > SLOW_DEVICE and r.device.type == "cuda":
+        yield (
+            f"rank {m.slowest_device}: its GPU multiplies {behind:.0%} slower than the mean",
+            ("every other one waits for it: look at its clocks, power and temperature"),
+        )
     others, stolen = m.other_cpu_fraction or 0, m.stolen_cpu_fraction or 0
     if others > (BUSY_CPU if r.device.type == "cpu" else BUSY_HOST):
         took = f"other processes took {others:.0%} of the machine's CPU time in the window"
@@ -188,18 +221,3 @@ def _disturbances(r: "Result") -> Iterator[tuple[str, str]]:
     if stolen > STOLEN_CPU:
         took = f"the virtual machine's host withheld {stolen:.0%} of the CPU time in the window"
         yield f"stolen CPU {stolen:.0%}", f"{took}: use another host, or dedicated cores"
-
-
-def _readings(r: "Result") -> Iterator[str]:
-    for d in r.devices:
-        if d.held_down:
-            reasons = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
-            yield f"rank {d.rank}: clocks were held down in the window: {reasons}"
-        sampled, counted = d.sampled_power_mean_w, d.average_power_w
-        if sampled and counted and d.n_samples >= 5 and abs(counted / sampled - 1) > POWER_AGREES:
-            yield (
-                f"rank {d.rank}: {counted:.0f} W by the energy counter, {sampled:.0f} W by samples of "
-                "the power: one of them is wrong"
-            )
-        if d.other_processes:
-            yield f"rank {d.rank}: {d.other_processes} other process(es) used its GPU"

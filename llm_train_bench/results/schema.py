@@ -230,18 +230,13 @@ class Result(Strict):
         if not isinstance(content, dict):
             return content
         content = dict(content)
-        observed = content.get("observed")
-        observed = dict(observed) if isinstance(observed, dict) else {}
-        older = [
-            ("information", content.pop("notes", [])),
-            ("invalid", content.pop("unfit_reasons", [])),
-        ]
-        older.append(("information", observed.pop("fallbacks", [])))
-        older.append(("invalid", observed.pop("mismatches", [])))
-        if observed:
-            content["observed"] = observed
-        texts = [{"kind": kind, "text": text} for kind, found in older for text in found]
-        return content | {"remarks": [*content.get("remarks", []), *texts]} if texts else content
+        observed = dict(found) if isinstance(found := content.get("observed"), dict) else {}
+        information = [*content.pop("notes", []), *observed.pop("fallbacks", [])]
+        invalid = [*content.pop("unfit_reasons", []), *observed.pop("mismatches", [])]
+        remarks = [{"kind": "information", "text": text} for text in information]
+        remarks += [{"kind": "invalid", "text": text} for text in invalid]
+        older = {"remarks": [*content.get("remarks", []), *remarks]} if remarks else {}
+        return content | older | ({"observed": observed} if observed else {})
 
     @model_validator(mode="after")
     def _has_all_remarks(self) -> "Result":

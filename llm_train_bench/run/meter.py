@@ -328,7 +328,7 @@ class Meter(RunRecord):
         if step.lr is not None:
             lr = _number("Meter: step.lr", step.lr)
         if self.n >= self.warmup_steps and _profiler_is_on():
-            self._is_unfit("a profiler was on in the window")
+            self.result.remark("a profiler was on in the window", "invalid")
         phase = "warmup" if self.n < self.warmup_steps else "measure"
         self.log.finish(self.n, phase, lr, tokens, loss, last=REST)
         self.n += 1
@@ -379,10 +379,6 @@ class Meter(RunRecord):
         if not self.seq_len:
             self.lengths |= sequence_lengths(trace)
 
-    def _is_unfit(self, why: str) -> None:
-        """Mark the run as one that cannot be compared."""
-        self.result.remark(why, "invalid")
-
     def close_window(self) -> None:
         super().close_window()
         m = self.result.metrics
@@ -391,7 +387,7 @@ class Meter(RunRecord):
         m.window_evaluations, m.window_saves = max(evaluations) or None, max(saves) or None
         if len(set(counts)) > 1:
             what = "ranks measured different numbers of steps"
-            self._is_unfit(f"{what}: {min(counts)} to {max(counts)}")
+            self.result.remark(f"{what}: {min(counts)} to {max(counts)}", "invalid")
 
     def __enter__(self) -> Self:
         for other in list(_OPEN):

@@ -27,7 +27,6 @@ from llm_train_bench.base.machine import (
 )
 from llm_train_bench.model.config import ConfigError, load_config, model_name
 from llm_train_bench.model.json_keys import parse_json
-from llm_train_bench.results.metrics import CSV_COLUMNS
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import Args, defaults
@@ -85,16 +84,13 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
             text = log.read_text("utf-8", errors="replace").strip() or "ended without a word"
             row |= {"status": ended, "error": why or printable(one_line(text.splitlines()[-1]))}
             return row | {"command": command}
-    place, batch, device = _attempts(run)[-1], result.batch, result.device
+    place = _attempts(run)[-1]
     if repeat != "probe":
         _name_for_tensorboard(cell, repeat, directory, place / "tensorboard")
     row |= {"status": result.status, "error": result.error, "result": str(place / "result.json")}
-    row |= {name: getattr(result.metrics, name) for name in CSV_COLUMNS}
-    row["memory_gib"], row["memory_kind"] = result.peak_memory
     return row | {
-        "step_times_s": result.step_times_s, "bsz": batch.micro_batch, "seq_len": batch.seq_len,
-        "global_batch": batch.global_batch, "hardware": device.hardware, "n_gpus": device.count,
-        "invalid": "; ".join(result.invalid) if result.status == "ok" else ""}  # fmt: skip
+        "tokens_per_sec": result.metrics.tokens_per_sec, "step_times_s": result.step_times_s,
+        "hardware": result.device.hardware, "invalid": "; ".join(result.invalid)}  # fmt: skip
 
 
 def _name_for_tensorboard(cell: Cell, repeat: int | str, directory: Path, events: Path) -> None:
@@ -202,22 +198,19 @@ def _remove(run: Path) -> None:
 
 
 def _is_whole(row: Any) -> bool:
-    """Whether a stored row can be ranked: someone may have edited the file."""
+    """Whether a stored row can be used: someone may have edited the file."""
 
-    def figure(value: Any, above: float = -1e30) -> bool:
-        return isinstance(value, int | float) and above < value < 1e30
+    def figure(value: Any) -> bool:
+        return isinstance(value, int | float) and 0 < value < 1e30
 
     if not isinstance(row, dict) or not isinstance(row.get("axes"), dict):
         return False
-    texts = [row.get(n) for n in ("key", "model", "status", "error", "result", "memory_kind")]
+    texts = [row.get(n) for n in ("key", "model", "status", "error", "result")]
     if not all(isinstance(text, str | None) for text in texts) or None in texts[:3]:
         return False
-    names = (*CSV_COLUMNS, "memory_gib", "seq_len")
-    if not all(row.get(name) is None or figure(row[name]) for name in names):
-        return False
     times = row.get("step_times_s", [])
-    whole = figure(row.get("tokens_per_sec"), 0) and isinstance(times, list) and times
-    return row["status"] != "ok" or bool(whole and all(figure(t, 0) for t in times))
+    whole = figure(row.get("tokens_per_sec")) and isinstance(times, list) and times
+    return row["status"] != "ok" or bool(whole and all(map(figure, times)))
 
 
 def probe(cell: Cell, flags: Flags, rows: "Rows", timeout_s: float, what: str) -> CellRow:

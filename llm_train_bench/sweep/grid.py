@@ -21,7 +21,7 @@ from llm_train_bench.settings.flags import (
 )
 from llm_train_bench.settings.plan import Plan, Platform, make_plan
 from llm_train_bench.settings.run_file import meant_value, nearest_flag
-from llm_train_bench.sweep.experiment import Experiment, Flags, Value
+from llm_train_bench.sweep.experiment import Experiment, Flags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +53,6 @@ class Cell:
         flags = dict(self.flags)
         words = setting_name({axis: flags.get(axis) for axis in self.axes}, {})
         return f"{model_name(self.config)} {words}".strip()
-
-
-def _plain(value: Value) -> str:
-    """A value as it stands on a command line or in a table."""
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> list[Cell]:
@@ -183,7 +176,7 @@ def differences(e: Experiment, where: str) -> list[str]:
         for left, right in zip(ours, theirs, strict=False):
             model = model_name(left["config"])
             for name in differing(left, right):
-                sides = f"{a} {_plain(left[name])}, {b} {_plain(right[name])}"
+                sides = f"{a} {left[name]}, {b} {right[name]}"
                 lines.append(f"{model}: {name}: {sides}")
         if len(ours) != len(theirs):
             lines.append(f"{a} has {len(ours)} settings, {b} {len(theirs)}")
