@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_train_bench.apply.precision import autocast
-from llm_train_bench.base.files import ROOT, write_whole
+from llm_train_bench.base.files import ROOT, locked, write_whole
 from llm_train_bench.base.hardware import devices, own_hardware_file
 from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.formulas.work import Work
@@ -212,10 +212,11 @@ def bare_step(
 def keep_devices(entries: list[dict[str, Any]]) -> Path:
     """Write entries into the user's own hardware.json, in place of those of the same names."""
     path, names = own_hardware_file(), {entry["name"] for entry in entries}
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"devices": []}
-    others = [entry for entry in content["devices"] if entry.get("name") not in names]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content | {"devices": others + entries}, indent=1) + "\n")
+    with locked(path):
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"devices": []}
+        others = [entry for entry in content["devices"] if entry.get("name") not in names]
+        write_whole(path, json.dumps(content | {"devices": others + entries}, indent=1) + "\n")
     devices.cache_clear()
     return path
 

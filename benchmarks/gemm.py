@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.common import keep_devices, parser_of, save
-from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.files import locked, write_whole
 from llm_train_bench.base.hardware import ROOFS_FILE, name_of_part
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.measure.device import device_memory_gib, device_name, pick_device
@@ -89,7 +89,8 @@ def main() -> None:
     path = save("gemm", content, device)
     if cuda and not args.no_keep:
         part = name_of_part(device_name(device), device_memory_gib(device))
-        keep(part, rates, use, json.loads(path.read_text()), args.replace)
+        with locked(ROOFS_FILE):
+            keep(part, rates, use, json.loads(path.read_text()), args.replace)
     elif not cuda and not args.configs:
         keep_cpu(device, args.seconds)
 

@@ -475,6 +475,7 @@ NEW = r": new; --save FILE adds one\nNOT MEASURED Invented CPU 9000 .* bsz 2.*\n
     [
         ({"speed": 1.0}, "ok", "", 0),
         ({"speed": 0.97}, "ok", "", 0),
+        ({"args__profile": True}, "ok", "", 0),  # after the window, as by default
         ({"speed": 1.2}, "ok", "", 0),
         ({"speed": 7.8}, "IMPLAUSIBLE GAIN", "; does it still do the same work?", 5),
         ({"speed": 0.90}, "SLOWER", "", 1),

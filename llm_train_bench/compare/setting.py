@@ -70,17 +70,18 @@ def identity(r: Record) -> str:
         return f"{r.path} {r.label}"
     model = r.result.model.hash if r.result else r.model
     settings = {k: public_value(k, v) for k, v in changed_settings(r).items() if is_public(k)}
+    settings = {k: float(v) if type(v) is int else v for k, v in settings.items()}
     hardware = public_device(r.hardware or "")
     return json.dumps([r.suite, model, r.seq_len, hardware, r.n_gpus, settings], sort_keys=True)
 
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
     """Runs of one setting under the same conditions, in order."""
-    return list(
-        grouped(
-            records, lambda r: (identity(r), sorted((r.conditions or {}).items()).__repr__())
-        ).values()
-    )
+
+    def key(r: Record) -> tuple:
+        return identity(r), tuple(sorted((r.conditions or {}).items()))
+
+    return list(grouped(records, key).values())
 
 
 def setting_name(facts: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
@@ -115,11 +116,8 @@ def name_settings(members: Sequence[Record]) -> None:
     default = usual_values()  # what a flag is that depends on another, which is off
     differ = [key for key in keys if len({str(f.get(key, default.get(key))) for f in known}) > 1]
     for record, values in zip(members, facts, strict=True):
-        words = (
-            setting_name({key: values[key] for key in differ if key in values}, {})
-            if values
-            else ""
-        )
+        values = values or {}
+        words = setting_name({key: values[key] for key in differ if key in values}, {})
         record.setting = words or (record.settings if values else "") or record.label
     times = collections.Counter(record.setting for record in members)
     for record in members:
