@@ -45,6 +45,7 @@ class ResultFile:
 
     def write(self, result: Result, last: bool = False) -> None:
         """Write into the reserved blocks and rename; after the `last` write nothing is reserved."""
+        result.judge()
         content = storable(result.model_dump(mode="json"))
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         self._fill(text.encode())
