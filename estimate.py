@@ -1,11 +1,10 @@
 """Will it fit, how fast will it be, what will it cost: before a GPU is booked.
 
     python estimate.py configs/llama-3.1-8b.json --gpu h100 --gpus 64 --bsz 2 --pt-compile --tokens 1e12
-    python estimate.py configs/gpt2-1.5b.json --gpu mi300x --bsz 16 --trace
+    python estimate.py configs/gpt2-1.5b.json --gpu mi300x --bsz 16
     python estimate.py configs/llama-3.1-70b.json --gpu h100,b200 --gpus 64 --plan
 
-Takes the training scripts' flags besides its own. Needs no GPU, and no torch except for --trace (memory
-again, by tracing our own model).
+Takes the training scripts' flags besides its own. Needs no GPU and no torch.
 """
 
 import dataclasses
@@ -59,8 +58,6 @@ def main(argv: Sequence[str]) -> int:
     script = script_of(args.pp, wanted)
     if not wanted.plan:
         refuse_foreign(words, script)
-    if wanted.trace and wanted.trainer != "ours":
-        raise UsageError(f"--trace --trainer {wanted.trainer}: only our own model can be traced")
     if wanted.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., or cpu")
     if wanted.plan:

@@ -13,7 +13,6 @@ from llm_train_bench.apply import optimizer as module
 from llm_train_bench.apply.optimizer import Bf16AdamW, optimizer_of, optimizer_step
 from llm_train_bench.apply.precision import set_weights
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.estimate.memory_trace import traced_memory
 from llm_train_bench.formulas.collectives import ddp_bytes, fsdp_bytes
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
 from llm_train_bench.model.transformer import Transformer
@@ -21,6 +20,7 @@ from llm_train_bench.run.checkpoint.manifest import check_same_training, read_ma
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests.dist_worker import Traffic
 from tests.helpers import FAMILIES, config, plan_of, remark_texts, run_train, words, write_config
+from tests.memory_trace import traced_memory
 
 FLAGS = OptimizerFlags(lr=0.01, weight_decay=0.1)
 

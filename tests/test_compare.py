@@ -444,7 +444,11 @@ def judged(output_of):
     )
 
 
+PROFILE = dict(first_step=0, n_steps=1, step_time_s=1.0, classes_s={}, communication_overlapped_s=0.0,
+               host_gaps=None, costliest=[], matmul_flops=None, matmul_tflops=None,
+               matmul_roof_fraction=None)  # fmt: skip
 UNUSABLE = [
+    ({"profile": PROFILE | {"in_window": True}}, "profiled in the window"),
     ({"status": "oom"}, "status oom"),
     ({"args__profile": True, "args__profile_start": 5}, "profiled in the window"),
     ({"args__nsys_start": 3, "args__nsys_end": 5}, "profiled in the window"),
@@ -476,6 +480,8 @@ NEW = r": new; --save FILE adds one\nNOT MEASURED Invented CPU 9000 .* bsz 2.*\n
         ({"speed": 1.0}, "ok", "", 0),
         ({"speed": 0.97}, "ok", "", 0),
         ({"args__profile": True}, "ok", "", 0),  # after the window, as by default
+        ({"profile": PROFILE | {"in_window": False}}, "ok", "", 0),
+        ({"args__nsys_start": 99, "args__nsys_end": 100}, "ok", "", 0),
         ({"speed": 1.2}, "ok", "", 0),
         ({"speed": 7.8}, "IMPLAUSIBLE GAIN", "; does it still do the same work?", 5),
         ({"speed": 0.90}, "SLOWER", "", 1),

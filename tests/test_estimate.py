@@ -21,7 +21,6 @@ from llm_train_bench.apply.precision import autocast
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
-from llm_train_bench.estimate.memory_trace import traced_memory
 from llm_train_bench.estimate.predict import make_estimate
 from llm_train_bench.estimate.trainers import executed_by, find_trainer
 from llm_train_bench.formulas import memory_model
@@ -51,6 +50,7 @@ from llm_train_bench.settings.flags import Args, Script, defaults
 from llm_train_bench.settings.plan import make_plan
 from tests.dist_worker import Traffic
 from tests.helpers import ROOT, plan_of, remark_texts, run_train, trained, words
+from tests.memory_trace import traced_memory
 from tests.processes import forked
 
 H100 = find_hardware("h100")
@@ -375,7 +375,6 @@ def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated, capsys):
         ("--trainer nobody", "unknown; known are ours, torchtitan"),
         ("--trainer foundry --use-fp8 --amp off", "need --amp bf16"),
         ("--trainer megatron --gpus 8 --cpu-offload", "our own scripts alone"),
-        ("--trainer megatron --trace", "our own model"),
         ("--trainer torchtitan --use-fp8", "has experts"),
     ):
         argv = words("configs/qwen3-30b-a3b.json --gpu h100", flags)
@@ -1038,13 +1037,6 @@ def test_a_batch_that_cannot_fit_is_refused_at_once(script, tmp_path):
     error = forked(script, argv, code=4).stderr
     assert "token ids of a micro batch alone need" in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_the_traced_peak_is_shown_beside_the_formulas(output_of):
-    text = output_of(estimate.main, words("configs/gpt2-125m.json --gpu h100 --bsz 8 --trace"))
-    (peak,) = re.findall(r"peak of tensors .*\| *([\d.]+) GiB", text)
-    ((traced, difference),) = re.findall(r"by tracing *\| *([\d.]+) GiB \(([-+][\d.]+)%\)", text)
-    assert float(peak) / float(traced) - 1 == pytest.approx(float(difference) / 100, abs=0.01)
 
 
 def test_bsz_auto_is_the_largest_that_leaves_a_tenth():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 import time
 import types
@@ -86,6 +87,16 @@ def test_a_table_of_equal_settings_has_a_false_verdict_in_one_of_twenty():
     single = [any(settle([pair]) != ["uncertain"] for pair in table) for table in pairs]
     together, alone = np.mean(found), np.mean(single)
     assert together <= 0.075 < 0.15 < alone
+
+
+def test_after_one_uncertain_answer_all_others_are():
+    """Holm: chances of 3 % and 4 % are both too large for two, though 4 % would do for one."""
+    base, pairs = ts.Mean(1.0, 5, 0.01, 4), []
+    for chance in (0.03, 0.04):
+        gap = ts.student_t(1 - chance / 2, 8) * math.sqrt(2 * 0.01**2 / 5)
+        pairs.append((ts.Mean(1.0 + gap, 5, 0.01, 4), base))
+        assert settle([pairs[-1]]) == ["faster"]
+    assert settle(pairs) == ["uncertain", "uncertain"]
 
 
 def test_a_true_difference_is_found_as_often_as_welch_s_test_can():

@@ -2,9 +2,11 @@
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -27,9 +29,11 @@ def how_to_install(command: str) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole: whatever ends the process, and whoever else writes, it is old or new."""
     path = path.resolve()  # a link stays one
-    spare = path.with_name(f".{path.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    spare = path.with_name(f".llm-train-bench-{os.getpid()}-{secrets.token_hex(4)}.new")
     try:
         spare.write_text(text, encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, spare)
         spare.replace(path)
     except BaseException:
         spare.unlink(missing_ok=True)
@@ -43,9 +47,10 @@ def locked(path: Path) -> Iterator[None]:
     The lock is a file beside it, which is gone afterwards. A file system without locks has none.
     """
     path = path.resolve()
-    lock = path.with_name(f".{path.name[:100]}.lock")
+    digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:12]
+    lock = path.with_name(f".llm-train-bench-{digest}.lock")
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):

@@ -27,6 +27,7 @@ from llm_train_bench.results.figures import (
 )
 from llm_train_bench.results.result_files import Step
 from llm_train_bench.results.schema import Result
+from llm_train_bench.settings.flags import Args, defaults
 from llm_train_bench.settings.run_file import unknown_settings
 
 NOT_CHECKED = ["readings of sensors and of memory, versions, dates", "that this machine ran it"]
@@ -64,6 +65,8 @@ def verify_run(run: SavedRun) -> dict[str, Any]:
     wrong = [*r.invalid, *_wrong_facts(r), *_wrong_steps(run)]
     checked, left = [f"times, tokens and clock of {len(run.steps)} steps; limits of the device"], []
     lacking = unknown_settings(r.args) if r.ours else {}
+    odd = {k: v for k, v in lacking.items() if k in defaults(Args) and not isinstance(v, str)}
+    wrong += [f"args.{name} is {str(value)[:60]}" for name, value in odd.items()]
     if lacking:
         left.append(
             f"figures: this version lacks {', '.join(f'{k} {v}' for k, v in lacking.items())}"
@@ -124,10 +127,11 @@ def _wrong_figures(run: SavedRun) -> Iterator[str]:
     if plan:
         fill_flop_metrics(fresh, plan.work)
     elif config and r.batch.seq_len:
-        flops = [flops_per_token(config, r.batch.seq_len, masked) for masked in (False, True)]
-        fill_flop_rates(fresh, *flops)
+        palm = flops_per_token(config, r.batch.seq_len, False)
+        fill_flop_rates(fresh, palm, flops_per_token(config, r.batch.seq_len, True))
     yield from _unlike("step_times_s", r.step_times_s, fresh.step_times_s)
-    for name in told if config else ():
+    flops = ("flops", "model_tflops", "mfu", "hfu", "ideal_time", "roof_time")
+    for name in (name for name in told if config or not name.startswith(flops)):
         yield from _unlike(
             f"metrics.{name}", getattr(r.metrics, name), getattr(fresh.metrics, name)
         )
@@ -190,7 +194,11 @@ def _wrong_facts(r: Result) -> Iterator[str]:
     if r.environment.get("cuda") and r.environment.get("hip"):
         yield "its PyTorch is for CUDA and for HIP"
     ran = r.observed.kernels if r.observed else set()
-    said = {r.args.get("attention") if r.ours else None, r.attention_kernel} - {None, "auto"}
+    said = {
+        str(r.args.get("attention", "auto") if r.ours else "auto"),
+        r.attention_kernel or "auto",
+    }
+    said -= {"auto"}
     if ran and said - ran - {"blocks", "flex"}:
         yield f"it says {', '.join(sorted(said))} attention, and {', '.join(sorted(ran))} ran"
     for use in r.devices:

@@ -14,6 +14,7 @@ from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.compare.read_logs import read_lines, read_log, read_metrics_csv
 from llm_train_bench.compare.read_results import read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
+from llm_train_bench.compare.shareable import run_id
 from llm_train_bench.model.json_keys import plain_file
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
@@ -62,6 +63,23 @@ def not_taken(files: Iterable[Path], taken: set[Path | bytes]) -> Iterator[Path]
         taken |= marks
 
 
+def without_copies(records: Iterable[Record], besides: Iterable[Record] = ()) -> list[Record]:
+    """Each run once: without copies in files of runs of what is there, or is among `besides`."""
+
+    def mark(r: Record) -> tuple | None:
+        return r.result and (run_id(r.result), r.result.lineage.attempt, tuple(r.step_times_s))
+
+    records = list(records)
+    originals = [r for r in records if Path(r.path).name == "result.json"]
+    seen = {mark(r) for r in (*originals, *besides)}
+    kept = []
+    for r in records:
+        if Path(r.path).name == "result.json" or r.result is None or mark(r) not in seen:
+            kept.append(r)
+        seen.add(mark(r))
+    return kept
+
+
 def join_attempts(records: list[Record]) -> list[Record]:
     """Each run once: the last attempt of a lineage, with the losses of those before it.
 
@@ -70,14 +88,7 @@ def join_attempts(records: list[Record]) -> list[Record]:
     """
     lineages: dict[tuple, dict[int, Record]] = {}
 
-    def mark(r: Record) -> tuple:
-        return r.lineage, r.n_gpus, tuple(r.step_times_s)
-
-    # A run that is there does not count again as its copy in a file of runs.
-    there = {mark(r) for r in records if Path(r.path).name == "result.json"}
-    copies = [r for r in records if r.lineage and Path(r.path).name != "result.json"]
-    copied_runs = {id(r) for r in copies if r.step_times_s and mark(r) in there}
-    records = [r for r in records if id(r) not in copied_runs]
+    records = without_copies(records)
     attempts = [(r, r.lineage) for r in records if r.lineage]
     counts = collections.Counter(lineage for _, lineage in attempts)
     # Copied, and resumed in two directories.

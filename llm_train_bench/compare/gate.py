@@ -14,7 +14,7 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.tables import grouped, markdown_cell, markdown_text, number
-from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.find_results import read_records, without_copies
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.setting import (
@@ -22,7 +22,6 @@ from llm_train_bench.compare.setting import (
     compare_speed,
     identity,
     name_by_itself,
-    repeats,
     unlike_limits,
 )
 from llm_train_bench.formulas.time_statistics import NORMAL, Mean, drift, mean_of, student_t
@@ -171,6 +170,9 @@ def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) 
     if (own := before[0].tolerance) is not None:
         tolerance = own
         texts.append(f"tolerance {tolerance:.3g}")
+    if len({str(r.conditions) for r in usable}) > 1:
+        changes = _changes(usable[0].conditions or {}, usable[-1].conditions or {})
+        texts.append(f"runs differ in {', '.join(changes)}")
     if disturbed := {text for r in usable for text in r.texts("disturbed")}:
         texts.append(f"{', '.join(sorted(disturbed))} in the window")
     left_out = [f"{r.label} ({why})" for r in runs if (why := unusable(r))]
@@ -215,10 +217,13 @@ def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: floa
     Baselines of other hardware, or another number of ranks, are passed over. UsageError where a path or
     the file cannot be read.
     """
-    stored = grouped(records_of_file(Path(baseline)), identity)
-    runs = own_runs(paths, Path(baseline))
-    verdicts = [judge(each, stored.get(identity(each[0]), []), tolerance) for each in repeats(runs)]
-    measured = {identity(r) for r in runs}
+    before = records_of_file(Path(baseline))
+    stored, runs = (
+        grouped(before, identity),
+        without_copies(own_runs(paths, Path(baseline)), before),
+    )
+    measured = grouped(runs, identity)
+    verdicts = [judge(each, stored.get(key, []), tolerance) for key, each in measured.items()]
     places = {(r.hardware, r.n_gpus) for r in runs}
     for key, (first, *_) in stored.items():
         if key not in measured and (first.hardware, first.n_gpus) in places:

@@ -40,7 +40,7 @@ class RunsFile(Strict):
 
     about: str = ABOUT
     schema_version: Literal[5] = FILE_VERSION
-    settings: Annotated[list[SavedSetting], FailFast()]
+    settings: Annotated[list[SavedSetting], Field(min_length=1), FailFast()]
 
 
 def is_runs_file(content: Any) -> bool:

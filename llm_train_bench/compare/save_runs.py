@@ -13,6 +13,7 @@ from llm_train_bench.compare.gate import figures_of, unusable
 from llm_train_bench.compare.read_results import record_of_result
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.run_files import (
+    MOST_BYTES,
     RunsFile,
     SavedRun,
     SavedSetting,
@@ -36,21 +37,33 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
             lines.append(f"left out {r.label}: {why}")
             code = 5
     usable = [r for r in runs if not unusable(r)]
+    new = grouped(usable, identity)
     with locked(path):
         stored = read_runs_file(path).settings if path.exists() else []
-        settings = {identity(_first_of(entry.runs)): entry for entry in stored}
-        for key, members in grouped(usable, identity).items():
+        tolerances: dict[str, float | None] = {}
+        entries = []
+        for entry in stored:
+            keys = [identity(_as_record(run)) for run in entry.runs]
+            tolerances |= dict.fromkeys(keys, entry.tolerance)
+            entry.runs = [run for run, key in zip(entry.runs, keys, strict=True) if key not in new]
+            entries += [entry] if entry.runs else []
+        for key, members in new.items():
             saved = [_saved(r) for r in members]
-            entry = SavedSetting(setting=name_by_itself(_first_of(saved)), runs=saved)
-            if key in settings:
-                entry.tolerance = settings[key].tolerance
-            settings[key] = entry
+            entry = SavedSetting(setting=name_by_itself(_as_record(saved[0])), runs=saved)
+            if tolerances.get(key) is not None:
+                entry.tolerance = tolerances[key]
+            entries.append(entry)
             rate = figures_of(members).tokens_per_sec_per_gpu
             n = f"{len(members)} run{'s' * (len(members) > 1)}"
             lines.append(f"saved {entry.setting}: {n}, {rate:,.0f} tokens/s per GPU")
-        if usable:
-            entries = sorted(settings.values(), key=lambda entry: entry.setting)
-            write_whole(path, file_text(RunsFile(settings=entries)))
+        text = file_text(RunsFile(settings=sorted(entries, key=lambda entry: entry.setting)))
+        if len(text) > MOST_BYTES:
+            raise UsageError(f"--save {path}: would be larger than {MOST_BYTES // 2**20} MiB")
+        if new:
+            write_whole(path, text)
+    lines += [
+        f"{r.label}: has no steps, which check.py --verify needs" for r in usable if not r.steps
+    ]
     return lines, code
 
 
@@ -63,5 +76,5 @@ def _saved(r: Record) -> SavedRun:
         raise UsageError(f"--save: {r.path}: {first_problem(error)}") from None
 
 
-def _first_of(runs: Sequence[SavedRun]) -> Record:
-    return record_of_result(runs[0].result, [], "")
+def _as_record(run: SavedRun) -> Record:
+    return record_of_result(run.result, [], "")

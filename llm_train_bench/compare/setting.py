@@ -13,7 +13,7 @@ from typing import Any, Literal
 from llm_train_bench.base.files import shown_word
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.records import Record
-from llm_train_bench.compare.shareable import is_public, public_device, public_value
+from llm_train_bench.compare.shareable import public_device, public_name, public_value
 from llm_train_bench.formulas.time_statistics import Mean, chance_of, difference, mean_of, student_t
 from llm_train_bench.results.schema import METER_LENGTH, Result
 from llm_train_bench.settings.flags import (
@@ -44,6 +44,8 @@ def settings_of(r: Result) -> dict[str, Any]:
     """
     if r.ours:
         settings = meaningful(present_flags(r.args))
+        if r.entrypoint == Script.PP:
+            settings["pp"] = settings.get("pp") or 2  # its default
     else:
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in r.args.items()}
         ignored = {*METER_LENGTH, *NOT_THE_SETTING}
@@ -58,8 +60,8 @@ def meaningful(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_settings(r: Record) -> dict[str, Any]:
-    """Its settings that are not at their defaults."""
-    default = usual_values()
+    """Its settings that are not at their defaults; a Meter's arguments have none."""
+    default = usual_values() if r.result is None or r.result.ours else {}
     settings = r.arguments or {}
     return {k: v for k, v in settings.items() if k not in default or v != default[k]}
 
@@ -68,11 +70,16 @@ def identity(r: Record) -> str:
     """Equal for repeats of one setting; a run whose flags nobody knows is a setting by itself."""
     if r.arguments is None:
         return f"{r.path} {r.label}"
-    model = r.result.model.hash if r.result else r.model
-    settings = {k: public_value(k, v) for k, v in changed_settings(r).items() if is_public(k)}
-    settings = {k: float(v) if type(v) is int else v for k, v in settings.items()}
-    hardware = public_device(r.hardware or "")
-    return json.dumps([r.suite, model, r.seq_len, hardware, r.n_gpus, settings], sort_keys=True)
+    settings = {public_name(k): public_value(k, v) for k, v in changed_settings(r).items()}
+    settings["seq_len"] = r.seq_len  # whether it was given, or is the model's
+    settings = {k: float(v) if is_count(v) else v for k, v in settings.items()}
+    model, hardware = r.result.model.hash if r.result else r.model, public_device(r.hardware or "")
+    return json.dumps([r.suite, model, hardware, r.n_gpus, settings], sort_keys=True)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number that a float holds: 2 and 2.0 are one setting."""
+    return type(value) is int and abs(value) < 2**53
 
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
@@ -133,7 +140,7 @@ def _facts(r: Record) -> dict[str, Any]:
     # A flag may be `auto`, and the conditions say what that chose.
     conditions = r.conditions or {}
     return (
-        {"": r.hardware, "GPUs": r.n_gpus}
+        {"": r.hardware, "GPUs": r.n_gpus, "model": r.result.model.name if r.result else r.model}
         | conditions
         | flags
         | {key: value for key, value in conditions.items() if key in flags}

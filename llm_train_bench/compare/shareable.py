@@ -10,16 +10,26 @@ from typing import Any
 from llm_train_bench.base.files import SECRET
 from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.results.schema import Lineage, Result, Writer
-from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults, of_kind, to_argv
+from llm_train_bench.settings.flags import (
+    OUTPUT,
+    REMOVED,
+    Args,
+    defaults,
+    flag_words,
+    of_kind,
+    to_argv,
+)
 from llm_train_bench.settings.run_file import result_flags
 from llm_train_bench.trace.observed import Observed
 
-# A version, or a few plain words: no path, no mail address, and no long key.
-WORD = re.compile(r"(?![0-9a-zA-Z]{24})[\w.+:, =()-]{0,80}", re.ASCII)
+# A version, or a few plain words: no path, no mail address, no long key, and no name of a host.
+WORD = re.compile(
+    r"(?![0-9a-zA-Z]{24})(?!.*[A-Za-z][\w-]*\.[A-Za-z]{2,})[\w.+:, =()-]{0,80}", re.ASCII)  # fmt: skip
 DEVICE_NAME = re.compile(r"[\w.+,@()/ -]{2,120}", re.ASCII)
 # Values of variables: switches, numbers, versions, NCCL's constants, and key:value of an allocator.
 VARIABLE = re.compile(
-    r"true|false|on|off|\d{1,6}(\.\d{1,4}){0,2}|[A-Z]{2,8}\d{0,3}|Ring|Tree|"
+    r"true|false|on|off|\d{1,6}(\.\d{1,4}){0,2}|WARN|INFO|Ring|Tree|RING|TREE|SIMPLE|LL|LL128|"
+    r"SYS|PIX|PXB|PHB|NVL|LOC|ACTIVE|PASSIVE|"
     r"([a-z_]{2,40}:(True|False|[\d.]{1,8}),?){1,4}", re.ASCII)  # fmt: skip
 # Variables whose values name hosts, devices of a network, jobs or places.
 PLACES = re.compile(r"IFNAME|JOB_ID|FILE|PATH|DIR|HOME|HOST|ADDR|PORT|HCA|(^|_)PW($|_)")
@@ -28,8 +38,6 @@ TEXT_KEYS = frozenset(
     "model_type hidden_act hidden_activation activation_function rope_type type layer_types "
     "scoring_func topk_method position_embedding_type arch_name".split()
 )
-# Flags whose values are files and directories.
-PLACES_OF_DATA = ("data", "val_data", "init_from", "pack_lengths")
 
 
 def word(text: Any) -> str | None:
@@ -39,34 +47,39 @@ def word(text: Any) -> str | None:
 
 
 def public_device(name: str) -> str:
-    """A device's name, if a driver could say it."""
-    return name if DEVICE_NAME.fullmatch(name) else "unknown"
+    """A device's name, or a digest of what no driver says."""
+    return name if DEVICE_NAME.fullmatch(name) else digest(name)
 
 
-def is_public(name: str) -> bool:
-    """Whether an argument's name may leave the machine."""
-    return bool(re.fullmatch(r"[A-Za-z]\w{0,39}", name, re.ASCII)) and not SECRET.search(name)
+def public_name(name: str) -> str:
+    """The name of an argument, or a digest of one that may be private."""
+    plain = re.fullmatch(r"[A-Za-z]\w{0,39}|text-[0-9a-f]{10}", name, re.ASCII)
+    return name if plain and not SECRET.search(name) else digest(name)
 
 
 def public_value(name: str, value: Any) -> Any:
-    """An argument's value as it may leave the machine; a digest where it is a text of one's own."""
+    """A number, or one of the words that the flag of this name takes; a digest of any other text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, list | tuple):
         return [public_value(name, each) for each in value]
-    number = r"\d[\d/.,]{0,30}"
-    # A script's flags have their own words; a loop of others may have any.
-    plain = r"[A-Za-z][\w.,-]{0,59}" if name in declared(Args) else r"[A-Za-z]\w{0,23}"
     text = str(value)
-    if name in PLACES_OF_DATA:  # a file is the same one in another place
-        plain, text = "synthetic", text.rstrip("/").rpartition("/")[2]
-    if re.fullmatch(rf"text-[0-9a-f]{{10}}|{number}|{plain}", str(value), re.ASCII):
-        return value
-    return f"text-{_digest(text)[:10]}"
+    number = r"\d{1,12}(\.\d{1,12})?"
+    plain = rf"text-[0-9a-f]{{10}}|synthetic|\d+/\d+|{number}(,{number})*"
+    if name == "lora_targets":  # names of layers
+        plain += r"|[a-z_,]{1,60}"
+    known = text in flag_words(name) or text == REMOVED.get(name)
+    return text if known or re.fullmatch(plain, text, re.ASCII) else digest(text)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
+def digest(text: str) -> str:
+    """What tells a text from others without saying it."""
+    return f"text-{hashlib.sha256(text.encode('utf-8', 'backslashreplace')).hexdigest()[:10]}"
+
+
+def run_id(r: Result) -> str:
+    """What tells a run's attempts from those of others."""
+    return r.lineage.id if re.fullmatch(r"[0-9a-f]{8,32}", r.lineage.id) else digest(r.lineage.id)
 
 
 def shareable(r: Result) -> Result:
@@ -77,7 +90,7 @@ def shareable(r: Result) -> Result:
     parts = (known, r.model.shape)
     config, shape = ({k: v for k, v in part.items() if not _private(k, v)} for part in parts)
     model = {"name": name, "path": f"configs/{name}.json", "config": config, "shape": shape}
-    args = {k: public_value(k, v) for k, v in r.args.items() if is_public(k)}
+    args = {public_name(k): public_value(k, v) for k, v in r.args.items()}
     command: list[str] = []
     if r.ours:
         places = of_kind(OUTPUT) - {"device", "usd_per_hour", "peak_tflops"}
@@ -85,20 +98,22 @@ def shareable(r: Result) -> Result:
         args |= {"config": model["path"], "device": r.device.type}
         flags = result_flags(args)
         command = [r.entrypoint, flags.pop("config"), *to_argv(flags)]
-    plain = re.fullmatch(r"[0-9a-f]{8,32}", r.lineage.id)
-    run = r.lineage.id if plain else _digest(r.lineage.id)[:32]
     update = {
         "error": None,
         "profile": None,
         "remarks": [],
         "writer": Writer(host="", pid=0),
-        "lineage": Lineage(id=run, name="", attempt=r.lineage.attempt, began=0.0, started=0.0),
+        "lineage": Lineage(
+            id=run_id(r), name="", attempt=r.lineage.attempt, began=0.0, started=0.0
+        ),
         "run_name": name,
         "model": r.model.model_copy(update=model | {"ignored_keys": []}),
         "args": args,
         "command": command,
         "version": word(r.version) or "unknown",
-        "entrypoint": r.entrypoint if r.ours else public_value("script", r.entrypoint),
+        "entrypoint": r.entrypoint if r.ours else digest(r.entrypoint),
+        "started_at": word(r.started_at) or "",
+        "ended_at": word(r.ended_at),
         "attention_kernel": word(r.attention_kernel),
         "linear": word(r.linear),
         "environment": public_environment(r.environment),

@@ -1,1 +1,1 @@
-"""Used only by estimate.py: estimates, plans, simulated steps, traced memory."""
+"""Used only by estimate.py: estimates and plans."""

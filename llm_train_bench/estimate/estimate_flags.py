@@ -23,7 +23,6 @@ class EstimateFlags:
     limit: Limits of one GPU: power=W, clock=MHZ, memory=GIB, or nic=GB/s of its network, one way.
     trainer: Trainer that executes the step: ours, torchtitan, megatron, ... (configs/trainers.json).
         Other trainers may have FP8 and LoRA in layouts where our scripts refuse them.
-    trace: Also count memory by tracing our model under fake tensors (takes seconds).
     calibrate: Correct the estimate by the measurements in a run's result.json.
     plan: Find the fastest layout, recomputation, micro batch and FP8 setting, for one or several kinds
         of GPU, as in --gpu h100,mi300x.
@@ -38,7 +37,6 @@ class EstimateFlags:
     tokens: float | None = flag(None, above=0, at_most=1e16)
     limit: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
     trainer: str = flag("ours", metavar="NAME")
-    trace: bool = flag(False)
     calibrate: str | None = flag(None, metavar="RESULT")
     plan: bool = flag(False)
     days: float | None = flag(None, above=0, needs="plan")

@@ -39,7 +39,7 @@ compile_mode ddp_mode zero1
 
 def refuse_beside_plan(wanted: EstimateFlags, given: Mapping[str, Any]) -> None:
     """UsageError for a flag that --plan ignores, among those on the command line."""
-    for name in ("calibrate", "trace", "parallel"):
+    for name in ("calibrate", "parallel"):
         if name in given:
             raise UsageError(f"{flag_of(name)} is for one estimate; leave out --plan")
     for name in CHOSEN:

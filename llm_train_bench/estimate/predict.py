@@ -64,7 +64,6 @@ class Estimate:
     days: float | None
     usd: float | None
     kwh: float | None
-    traced_peak: float | None = None
     accuracy: dict[str, float] | None = None
     """Of tokens/s, against published rows that chose no constant: rows, median, covers_80."""
 
@@ -92,11 +91,6 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     price = plan.peaks.usd_per_hour or gpu.usd_per_hour
     watts = BUSY * gpu.tdp_w * world
     seconds = wanted.tokens / per_second if wanted.tokens else None
-    traced = None
-    if wanted.trace:
-        from llm_train_bench.estimate.memory_trace import traced_memory
-
-        traced = traced_memory(work, plan.optimizer)
     peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
     return Estimate(
         gpu=gpu.name,
@@ -121,7 +115,6 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         days=seconds and seconds / 86400,
         usd=seconds and price and price * world * seconds / 3600,
         kwh=seconds and watts and watts * seconds / 3.6e6,
-        traced_peak=traced,
         accuracy=accuracy_of(gpu.name, bool(work.config.experts)),
     )
 
@@ -261,8 +254,6 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     row("memory: logits and gradients of the head", _gib(m.logits))
     row("memory: gathered weights", _gib(m.gathered))
     row("memory: peak of tensors (not all at once)", _gib(m.peak))
-    if traced := e.traced_peak:
-        row("memory: the same by tracing", f"{_gib(traced)} ({m.peak / traced - 1:+.1%})")
     row("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside))
     whole = _gib(m.peak + e.memory_outside)
     row(

@@ -2,7 +2,7 @@
 
 The peak is the largest of three moments: in the loss, when all activations are kept; in the backward of
 the last block, when it is gathered and recomputed besides; at the backward's end, when all gradients are
-there. Tensors are counted as our own model makes them; estimate/memory_trace.py counts the same by
+there. Tensors are counted as our own model makes them; tests/memory_trace.py counts the same by
 tracing. Memory outside PyTorch (CUDA context, communication buffers) is not counted, nor are the
 allocator's gaps.
 """

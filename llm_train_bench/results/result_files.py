@@ -257,7 +257,7 @@ class StepsFile:
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """The steps of a steps.jsonl, or of another file of JSON lines, up to where a kill cut it off."""
     entries = []
-    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             entries.append(parse_json(line))
         except ValueError:

@@ -231,16 +231,25 @@ class Result(Strict):
             return content
         content = dict(content)
         observed = dict(found) if isinstance(found := content.get("observed"), dict) else {}
-        information = [*content.pop("notes", []), *observed.pop("fallbacks", [])]
-        invalid = [*content.pop("unfit_reasons", []), *observed.pop("mismatches", [])]
-        remarks = [{"kind": "information", "text": text} for text in information]
-        remarks += [{"kind": "invalid", "text": text} for text in invalid]
-        older = {"remarks": [*content.get("remarks", []), *remarks]} if remarks else {}
-        return content | older | ({"observed": observed} if observed else {})
+        remarks = []
+        for place, key, kind in (
+            (content, "notes", "information"),
+            (observed, "fallbacks", "information"),
+            (content, "unfit_reasons", "invalid"),
+            (observed, "mismatches", "invalid"),
+        ):
+            if isinstance(place.get(key), list):
+                remarks += [{"kind": kind, "text": text} for text in place.pop(key)]
+        if remarks and isinstance(there := content.get("remarks", []), list):
+            content["remarks"] = [*there, *remarks]
+        return content | ({"observed": observed} if observed else {})
 
     @model_validator(mode="after")
     def _has_all_remarks(self) -> "Result":
-        self.judge()
+        try:
+            self.judge()
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"its figures or args cannot be judged: {error}") from None
         return self
 
     def judge(self) -> None:

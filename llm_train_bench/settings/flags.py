@@ -12,7 +12,7 @@ import math
 import re
 import types
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.number_text import parse_number
@@ -539,6 +539,15 @@ def without_meaning(flags: Mapping[str, Any]) -> set[str]:
     """Names of the flags that depend on one that is off."""
     needed = {name: flag.needs for name, flag in declared(Args).items() if flag.needs}
     return {name for name, other in needed.items() if not flags.get(other)}
+
+
+@functools.cache
+def flag_words(name: str) -> frozenset[str]:
+    """The words that a flag takes; none for an unknown flag."""
+    if name not in declared(Args):
+        return frozenset()
+    kinds = kinds_of_value(get_type_hints(Args)[name])
+    return frozenset(choice for kind in kinds for choice in get_args(kind))
 
 
 # Flags that a sweep may set: it chooses model and place itself.

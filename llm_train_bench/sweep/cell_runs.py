@@ -82,6 +82,8 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         result = _finished(run)
         if ended == "timeout" or result is None:
             text = log.read_text("utf-8", errors="replace").strip() or "ended without a word"
+            if (run / "result.json").exists():
+                row["result"] = str(run / "result.json")
             row |= {"status": ended, "error": why or printable(one_line(text.splitlines()[-1]))}
             return row | {"command": command}
     place = _attempts(run)[-1]

@@ -18,6 +18,7 @@ from llm_train_bench.settings.flags import (
     Script,
     differing,
     to_argv,
+    usual_values,
 )
 from llm_train_bench.settings.plan import Plan, Platform, make_plan
 from llm_train_bench.settings.run_file import meant_value, nearest_flag
@@ -50,8 +51,8 @@ class Cell:
 
     def label(self) -> str:
         """The model and the values on the axes."""
-        flags = dict(self.flags)
-        words = setting_name({axis: flags.get(axis) for axis in self.axes}, {})
+        flags = usual_values() | dict(self.flags)
+        words = setting_name({axis: flags[axis] for axis in self.axes}, {})
         return f"{model_name(self.config)} {words}".strip()
 
 

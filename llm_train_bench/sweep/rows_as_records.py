@@ -25,13 +25,16 @@ def records_of_rows(rows: Sequence[CellRow]) -> list[Record]:
 
 
 def _record_of_row(row: CellRow) -> Record:
+    why = ": ".join(filter(None, (row["status"], (row.get("error") or "")[:160])))
     if row.get("result"):
         try:
-            return read_json(Path(row["result"]), LogFacts())[0]
+            (record,) = read_json(Path(row["result"]), LogFacts())
+            if row["status"] == "timeout":
+                record.remark(why, "invalid")
+            return record
         except (OSError, ValueError, UsageError):
             pass  # it was deleted since: the row says what it was
     flags = present_flags(row.get("flags") or row["axes"])
-    why = ": ".join(filter(None, (row["status"], (row.get("error") or "")[:160])))
     return Record(
         path=row["key"],
         suite="llm-train-bench",

@@ -57,11 +57,9 @@ class _EvenLayout(RankLayout):
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
     """Peak bytes of a rank, optimizer state included; in a pipeline of group `pp_rank`."""
     if work.fsdp.virtual > 1:
-        raise UsageError("--trace follows one stage of a rank; leave out --pp-virtual or zbv")
+        raise UsageError("a trace follows one stage of a rank")
     if work.compiled or work.fp8:
-        raise UsageError(
-            "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
-        )
+        raise UsageError("a trace follows eager 16- and 32-bit steps")
     rank = pp_rank * work.fsdp.ranks if pp_rank else 0
     with _fake_ranks(work.world, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
