@@ -37,6 +37,8 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
             lines.append(f"left out {r.label}: {why}")
             code = 5
     usable = [r for r in runs if not unusable(r)]
+    if not usable:
+        return lines, code
     new = grouped(usable, identity)
     with locked(path):
         stored = read_runs_file(path).settings if path.exists() else []
@@ -59,8 +61,7 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
         text = file_text(RunsFile(settings=sorted(entries, key=lambda entry: entry.setting)))
         if len(text) > MOST_BYTES:
             raise UsageError(f"--save {path}: would be larger than {MOST_BYTES // 2**20} MiB")
-        if new:
-            write_whole(path, text)
+        write_whole(path, text)
     lines += [
         f"{r.label}: has no steps, which check.py --verify needs" for r in usable if not r.steps
     ]
