@@ -630,6 +630,18 @@ def test_copies_of_runs_do_not_count_again(tmp_path, capsys):
         )
 
 
+def test_a_file_among_the_runs_is_not_saved_into_itself(tmp_path):
+    runs = tmp_path / "runs"
+    path = runs / "base.json"
+    old = trial(runs, "old", metrics__goodput=0.5)
+    assert compare.main(words(runs, "--save", path)) == 0
+    shutil.rmtree(old)
+    trial(runs, "new", metrics__goodput=0.25)
+    assert compare.main(words(runs, "--save", path)) == 0
+    [entry] = json.loads(path.read_text())["settings"]
+    assert [run["result"]["metrics"]["goodput"] for run in entry["runs"]] == [0.25]
+
+
 def test_a_real_run_is_saved_compared_judged_and_verified(tmp_path, capsys):
     flags_of_it = "--from configs/workloads/v1/gpt2-tiny-fp32.yaml --n-steps 6 --warmup-steps 2"
     trained(tmp_path / "runs", words(flags_of_it), "--run-name here")
