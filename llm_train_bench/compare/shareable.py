@@ -168,8 +168,9 @@ def public_environment(e: dict[str, Any]) -> dict[str, Any]:
     kept["settings"] = {
         k: v for k, v in public.items() if VARIABLE.fullmatch(str(v)) and not SECRET.search(k)
     }
-    tag, digest = str(image.get("name") or "").rpartition("/")[2], str(image.get("digest"))
+    tag, checksum = str(image.get("name") or "").rpartition("/")[2], str(image.get("digest"))
     tagged = re.fullmatch(r"[\w.-]{1,80}(:[\w.-]{1,80})?", tag, re.ASCII)
     kept["image"] = {"name": tag if tagged else None}
-    kept["image"]["digest"] = digest if re.fullmatch(r"sha256:[0-9a-f]{64}", digest) else None
+    known = re.fullmatch(r"sha256:[0-9a-f]{64}", checksum)
+    kept["image"]["digest"] = checksum if known else None
     return kept
