@@ -284,6 +284,7 @@ def test_nothing_private_leaves_the_machine(tmp_path, capsys):
     assert left == [] and not any(x in text for x in (str(tmp_path), "private", "jane", "corp"))
     cleaned = json.loads(saved.read_text())["settings"][0]["runs"][0]["result"]
     assert not {"--output-dir", "--save-dir", "--run-name"} & set(cleaned["command"])
+    assert (cleaned["args"]["output_dir"], cleaned["args"]["run_name"]) == ("runs", None)
     assert cleaned["model"]["hash"] == content["model"]["hash"]
     assert cleaned["environment"]["libraries"]["torch"] == "2.11.0"
     # It is a repeat of the run that it was made from, and says so to the gate.
