@@ -76,10 +76,10 @@ class ReportFlags:
 
 @dataclasses.dataclass(frozen=True)
 class GateFlags:
-    """Runs kept in a file, and the gate against them.
+    """Files of runs, and the gate.
 
-    save: Save the runs with their steps in this file, for the gate or for others. Settings that are
-        in the file are replaced. It has no paths, names of hosts or users, or secrets.
+    save: Save the runs with their steps in this file, for the gate or to share. A setting that the file
+        already has is replaced. The file has no paths, host names, user names or secrets.
     baseline: Compare the runs with those in this file. The exit code is 1 if a setting got worse, 5 if
         not all could be judged.
     tolerance: Allowed loss of speed, and growth of memory.
@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
             say(line)
         print(written, end="")
     except OSError as error:
-        where = error.filename or args.output_dir or args.baseline
+        where = error.filename or args.output_dir or args.save or args.baseline
         print(f"compare.py: {where}: {error.strerror}", file=sys.stderr)
         return 2
     return 0

@@ -84,9 +84,8 @@ def main(argv: Sequence[str]) -> int:
         rows_of_table = sorted(compare(records, prices, None), key=by_speed)
         write_rows(directory / "runs.csv", runs_table(rows_of_table))
         show_comparison(rows_of_table, None)
-        print(
-            f"rows, CSV, runs: {directory}/rows.jsonl, runs.csv, runs/; compare.py {directory} compares"
-        )
+        written = f"wrote rows.jsonl, runs.csv and runs/ in {directory}"
+        print(f"{written}; compare.py {directory} makes a report")
     except (KeyboardInterrupt, OSError) as error:
         why = "\nsweep.py: interrupted"
         if isinstance(error, OSError):

@@ -385,8 +385,8 @@ def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):
     assert any("aten::sum" in event.key for event in profiler.key_averages())
     assert r["observed"] is None
     assert any("not observed: the loop has a profiler on" in note for note in remark_texts(r))
-    unfit = read_result(tmp_path / r["run_name"] / "result.json").invalid
-    assert unfit == ["a profiler was on in the window"]
+    invalid = read_result(tmp_path / r["run_name"] / "result.json").invalid
+    assert invalid == ["a profiler was on in the window"]
 
 
 def test_one_meter_at_a_time_and_each_once(tmp_path):
@@ -638,7 +638,7 @@ os._exit(0)  # gloo's threads may abort an interpreter that ends
 
 
 def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
-    """Ranks that measure different steps are unfit; a loss is not halved by another rank's tokens."""
+    """Ranks that measure different steps are invalid; a loss is not halved by another rank's tokens."""
     (tmp_path / "both.py").write_text(TRAINER)
     command = [
         sys.executable,

@@ -140,7 +140,7 @@ def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path
     assert r["attention_kernel"] == attention["forward"][0]
 
 
-def test_kernels_that_were_not_asked_for_make_a_run_unfit(tmp_path, monkeypatch, output_of):
+def test_kernels_that_were_not_asked_for_make_a_run_invalid(tmp_path, monkeypatch, output_of):
     """Whatever let another kernel run: the table, compare.py, the gate and the report say it."""
     monkeypatch.setattr(train, "select_attention", lambda work, flex, device: "math")
     runs = tmp_path / "runs"
@@ -274,7 +274,7 @@ def test_what_fell_back_is_counted_by_the_step():
         ("train.py", 1, "moe-tiny", 4 * 2),
     ],
 )
-def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_unfit(
+def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_invalid(
     script, ranks, config, least, calls
 ):
     argv = [f"configs/{config}.json", "--use-fp8", "--fp8-backend", "torchao"]

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's recipes, each followed in a copy of the tree: a GPU, a family, a flag, a metric."""
+"""CONTRIBUTING.md's recipes, each in a copy of the tree: a GPU, a family, a flag more and less, a metric."""
 
 import json
 import os

@@ -14,6 +14,8 @@ import check
 import compare
 from llm_train_bench.base import files
 from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.gate import unusable
+from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.compare.run_files import MOST_BYTES
 from llm_train_bench.compare.setting import identity
@@ -187,6 +189,7 @@ def test_every_file_of_results_is_consistent_and_one_page_shows_all(tmp_path, ca
     assert len(paths) >= 6
     for path in paths:
         assert check.main(["--verify", str(path)]) == 0, capsys.readouterr().out
+        assert not any(map(unusable, records_of_file(path)))
     assert compare.main([str(ROOT / "results"), "--output-dir", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "H200 SXM" in page and "548540" in page

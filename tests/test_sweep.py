@@ -1,4 +1,4 @@
-"""sweep.py: the experiment file, runs that fail, being killed and going on, the ranked table."""
+"""sweep.py: the experiment file, runs that fail, being killed and going on, the table."""
 
 import copy
 import csv

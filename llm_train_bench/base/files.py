@@ -1,6 +1,7 @@
 """Files that others made, or will read."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -47,6 +48,8 @@ def locked(path: Path) -> Iterator[None]:
     The lock is a file beside it, which is gone afterwards. A file system without locks has none.
     """
     path = path.resolve()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such directory", str(path.parent))
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:12]
     lock = path.with_name(f".llm-train-bench-{digest}.lock")
     while True:

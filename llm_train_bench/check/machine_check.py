@@ -26,6 +26,7 @@ from llm_train_bench.check.references import (
 )
 from llm_train_bench.check.workloads import Workload, format_of, workload_of
 from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.gate import unusable
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.remarks import device_remarks
 from llm_train_bench.results.result_files import read_result, read_steps, storable
@@ -39,13 +40,12 @@ LONGEST_PROBE_S = 300
 
 @dataclasses.dataclass
 class MachineCheck:
-    """All that a check found; `runs` are the directories of its workloads' runs."""
+    """All that a check found."""
 
     device: str
     count: int
     figures: list[Reached] = dataclasses.field(default_factory=list)
     found: list[Finding] = dataclasses.field(default_factory=list)
-    runs: dict[str, Path] = dataclasses.field(default_factory=dict)
     verdict: str = "not judged"
     part: float | None = None
     about: str = ""
@@ -157,7 +157,6 @@ def check_machine(
         if run is None:
             result.figures.append(Reached(w.name, "tokens/s", None, missing=why, workload=True))
             continue
-        result.runs[w.name] = directory / w.name
         measured = reached(w, run.device.hardware, ranks)
         result.figures.append(workload_figure(w, run, hardware, measured))
         found += findings.of_remarks(run.remarks, run.run_name)
@@ -201,12 +200,14 @@ def reached_by_others(folder: Path) -> Callable[[Workload, str, int], list[float
     def reached(w: Workload, hardware: str, devices: int) -> list[float]:
         best: dict[str, float] = {}
         for record in records:
-            r, rate = record.result, record.tokens_per_sec_per_gpu or 0.0
-            if r is None or r.invalid or (r.device.hardware, r.device.count) != (hardware, devices):
+            r = record.result
+            if r is None or (r.device.hardware, r.device.count) != (hardware, devices):
                 continue
             other = workload_of(r)
-            if other and (other.shape, format_of(r)) == (w.shape, w.number_format):
+            same = other and (other.shape, format_of(r)) == (w.shape, w.number_format)
+            if same and not unusable(record):
                 submitter = Path(record.path).parent.name
+                rate = record.tokens_per_sec_per_gpu or 0.0
                 best[submitter] = max(best.get(submitter, 0.0), rate)
         return sorted(best.values())
 

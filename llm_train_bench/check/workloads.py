@@ -10,7 +10,8 @@ from llm_train_bench.model.config import load_config
 from llm_train_bench.model.json_keys import CONFIGS, parse_json
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import LEARNT, Args, Script, defaults, of_kind, present_flags
+from llm_train_bench.settings.flags import LEARNT, Args, Script, of_kind, present_flags
+from llm_train_bench.settings.run_file import unknown_settings
 
 VERSION = "v1"
 FOLDER = CONFIGS / "workloads"
@@ -63,9 +64,9 @@ class Workload:
 
 
 @functools.cache
-def workloads(version: str = VERSION) -> dict[str, Workload]:
-    """All workloads of a version by their names."""
-    folder = FOLDER / version
+def workloads() -> dict[str, Workload]:
+    """All workloads by their names."""
+    folder = FOLDER / VERSION
     known = parse_json((folder / "losses.json").read_text(encoding="utf-8"))
     found = {}
     for path in sorted(folder.glob("*.yaml")):
@@ -102,7 +103,7 @@ def workload_of(r: Result) -> Workload | None:
     if not r.ours or r.resumed_from:
         return None
     fixed, flags = of_kind(LEARNT), present_flags(r.args)
-    if any(name not in defaults(Args) for name in flags):  # it had a flag that is gone
+    if unknown_settings(r.args):
         return None
     found = {name: flags[name] for name in fixed}
     for w in workloads().values():

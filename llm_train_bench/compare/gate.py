@@ -24,7 +24,8 @@ from llm_train_bench.compare.setting import (
     name_by_itself,
     unlike_limits,
 )
-from llm_train_bench.formulas.time_statistics import NORMAL, Mean, drift, mean_of, student_t
+from llm_train_bench.formulas.time_statistics import NORMAL, Mean, mean_of, student_t
+from llm_train_bench.results.remarks import drift_remark
 
 # Beyond this much faster, a run probably does less than it did.
 PLAUSIBLE_GAIN = 0.25
@@ -61,14 +62,12 @@ class Figures:
 class Verdict:
     """A setting against its baseline: `ok`, one of `WORSE`, `UNCERTAIN`, or why nothing was judged.
 
-    `name` says the setting in words, and `key` is its identity. `now` and `was` are None where there are
-    no figures.
+    `name` says the setting in words. `now` and `was` are None where there are no figures.
     """
 
     status: str
     name: str
     text: str = ""
-    key: str = ""
     now: Figures | None = None
     was: Figures | None = None
 
@@ -96,10 +95,7 @@ def unusable(r: Record) -> str | None:
     m = r.result.metrics
     if not (r.tokens_per_sec_per_gpu and m.step_time_ci95_low_s and m.step_time_ci95_high_s):
         return "too few or too unlike steps for a rate with an interval"
-    change, drifts = drift(r.step_times_s)
-    if drifts:
-        return f"step time changed by {change:+.1%} over the window: no steady state"
-    return None
+    return next((f"{text}: no steady state" for text, _ in drift_remark(r.step_times_s)), None)
 
 
 def figures_of(runs: Sequence[Record]) -> Figures:
@@ -148,16 +144,19 @@ def what_settles(now: Mean, was: Mean, tolerance: float) -> str:
 def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) -> Verdict:
     """Runs of a setting against its baseline's; the tolerance that the baseline has comes first."""
     usable = [r for r in runs if not unusable(r)]
-    key, setting = identity(runs[0]), name_by_itself(runs[0])
+    setting = name_by_itself(runs[0])
     if not usable:
-        return Verdict("UNUSABLE, left out", setting, f"{runs[0].label}: {unusable(runs[0])}", key)
+        return Verdict("UNUSABLE, left out", setting, f"{runs[0].label}: {unusable(runs[0])}")
     before = [r for r in baseline if not unusable(r)]
     now, was = figures_of(usable), figures_of(before) if before else None
-    verdict = functools.partial(Verdict, name=setting, key=key, now=now, was=was)
+    verdict = functools.partial(Verdict, name=setting, now=now, was=was)
     named = usable[0].label + (f" and {len(usable) - 1} more" if usable[1:] else "")
     if was is None:
-        why = f"; its runs are unusable: {unusable(baseline[0])}" if baseline else ""
-        return verdict("NO BASELINE", text=f"{named}{why}; --save FILE adds one")
+        advice = "--save FILE adds one"
+        if baseline:
+            why = unusable(baseline[0])
+            advice = f"the baseline's runs are unusable: {why}; save new ones with --save FILE"
+        return verdict("NO BASELINE", text=f"{named}; {advice}")
     limits = now.power_limit_w, was.power_limit_w
     if unlike_limits(*limits):
         why = "{}: power limit {:.0f} W, the baseline's was {:.0f} W".format(named, *limits)
@@ -218,16 +217,14 @@ def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: floa
     the file cannot be read.
     """
     before = records_of_file(Path(baseline))
-    stored, runs = (
-        grouped(before, identity),
-        without_copies(own_runs(paths, Path(baseline)), before),
-    )
+    stored = grouped(before, identity)
+    runs = without_copies(own_runs(paths, Path(baseline)), before)
     measured = grouped(runs, identity)
     verdicts = [judge(each, stored.get(key, []), tolerance) for key, each in measured.items()]
     places = {(r.hardware, r.n_gpus) for r in runs}
     for key, (first, *_) in stored.items():
         if key not in measured and (first.hardware, first.n_gpus) in places:
-            verdicts.append(Verdict("NOT MEASURED", name_by_itself(first), key=key))
+            verdicts.append(Verdict("NOT MEASURED", name_by_itself(first)))
     return verdicts
 
 
@@ -239,7 +236,8 @@ def own_runs(paths: Sequence[str | Path], besides: Path) -> list[Record]:
         raise UsageError(broken[0])
     runs = [r for r in records if r.result and Path(r.path).resolve() != besides.resolve()]
     if not runs:
-        raise UsageError(f"{', '.join(map(str, paths))}: no result.json in there")
+        where = ", ".join(map(str, paths))
+        raise UsageError(f"{where}: no result.json, and no file of runs besides {besides}")
     return runs
 
 
@@ -309,7 +307,7 @@ def comment(verdicts: Sequence[Verdict], code: int) -> str:
 
 
 def benchmark_points(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """The figures in github-action-benchmark's form `customBiggerIsBetter`: one series a setting."""
+    """The figures in github-action-benchmark's form `customBiggerIsBetter`: two series a setting."""
     return [
         {"name": f"{v.name}: {what}", "unit": unit, "value": getattr(v.now, key)}
         | ({"range": f"{v.now.low:.1f} to {v.now.high:.1f}"} if key.startswith("tok") else {})

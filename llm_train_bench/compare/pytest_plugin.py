@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The two options."""
     group = parser.getgroup("llm-train-bench")
     group.addoption(
-        "--train-baseline", metavar="FILE", help="Baselines that runs are held against."
+        "--train-baseline", metavar="FILE", help="File of runs (compare.py --save) to compare with."
     )
     group.addoption(
         "--train-tolerance", metavar="PERCENT", default="5%", help="Allowed loss (default: 5%%)."

@@ -10,7 +10,7 @@ from typing import Any
 
 from llm_train_bench.base.errors import UsageError, printable_data
 from llm_train_bench.base.hardware import device_called
-from llm_train_bench.results.remarks import Remark, RemarkKind, drift_remark
+from llm_train_bench.results.remarks import Remark, Remarked, drift_remark
 from llm_train_bench.results.schema import Result
 
 # Facts that --log supplies: the key, and its type.
@@ -63,7 +63,7 @@ class LogFacts:
 
 
 @dataclass
-class Record:
+class Record(Remarked):
     """A run's figures; None where its file does not have them.
 
     `flop_convention` says what `mfu` means: `palm` as in docs/METRICS.md, else the suite's own.
@@ -109,19 +109,6 @@ class Record:
     setting: str = ""
     runs: "list[Record]" = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-
-    def texts(self, *kinds: RemarkKind) -> list[str]:
-        """The texts of its remarks of these kinds."""
-        return [remark.text for remark in self.remarks if remark.kind in kinds]
-
-    @property
-    def invalid(self) -> list[str]:
-        """Why it cannot be compared like any other run; empty if it can."""
-        return self.texts("invalid")
-
-    def remark(self, text: str, kind: RemarkKind = "information", advice: str = "") -> None:
-        """Add a remark."""
-        self.remarks.append(Remark(kind=kind, text=text, advice=advice))
 
 
 def microseconds_per_token(r: Record) -> list[float]:

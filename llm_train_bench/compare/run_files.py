@@ -46,7 +46,15 @@ class RunsFile(Strict):
 def is_runs_file(content: Any) -> bool:
     """Whether a JSON file's content is a file of runs, of this version or another."""
     keys = content.keys() if isinstance(content, dict) else set()
-    return bool(keys & {"settings", "baselines"} and "schema_version" in keys) or "format" in keys
+    return {"settings", "schema_version"} <= keys or _is_older(content)
+
+
+def _is_older(content: Any) -> bool:
+    """Whether it has baselines or a shared result as earlier versions wrote them."""
+    return isinstance(content, dict) and (
+        {"baselines", "schema_version"} <= content.keys()
+        or str(content.get("format")).startswith("llm-train-bench")
+    )
 
 
 def read_runs_file(path: Path) -> RunsFile:
@@ -58,7 +66,7 @@ def read_runs_file(path: Path) -> RunsFile:
         if len(data) > MOST_BYTES:
             raise ValueError(f"is larger than {MOST_BYTES // 2**20} MiB")
         content = storable(printable_data(parse_json(data)))
-        if isinstance(content, dict) and ("baselines" in content or "format" in content):
+        if _is_older(content):
             raise UsageError(
                 f"{path}: is of an older version; make it anew: compare.py RUN... --save {path}"
             )

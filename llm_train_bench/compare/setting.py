@@ -19,6 +19,7 @@ from llm_train_bench.results.schema import METER_LENGTH, Result
 from llm_train_bench.settings.flags import (
     LENGTH,
     OUTPUT,
+    USUAL_STAGES,
     Script,
     differing,
     of_kind,
@@ -45,7 +46,7 @@ def settings_of(r: Result) -> dict[str, Any]:
     if r.ours:
         settings = meaningful(present_flags(r.args))
         if r.entrypoint == Script.PP:
-            settings["pp"] = settings.get("pp") or 2  # its default
+            settings["pp"] = settings.get("pp") or USUAL_STAGES
     else:
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in r.args.items()}
         ignored = {*METER_LENGTH, *NOT_THE_SETTING}

@@ -13,7 +13,7 @@ from llm_train_bench.base.strict import Strict
 
 
 class Metrics(Strict):
-    """Everything measured; None where it could not be, with the reason in `notes`."""
+    """Everything measured; None where it could not be, with the reason in `remarks`."""
 
     tokens_per_sec: float | None = None
     tokens_per_sec_per_gpu: float | None = None

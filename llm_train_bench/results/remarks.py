@@ -44,6 +44,28 @@ class Remark(BaseModel, extra="forbid", frozen=True):
     """Whether it follows from the figures of its result."""
 
 
+class Remarked:
+    """Whatever has a list of remarks: a result, or a run of any suite."""
+
+    if TYPE_CHECKING:  # each class has its own field
+        remarks: list[Remark]
+
+    def remark(self, text: str, kind: RemarkKind = "information", advice: str = "") -> None:
+        """Add a remark, once."""
+        remark = Remark(kind=kind, text=text, advice=advice)
+        if remark not in self.remarks:
+            self.remarks.append(remark)
+
+    def texts(self, *kinds: RemarkKind) -> list[str]:
+        """The texts of its remarks of these kinds."""
+        return [remark.text for remark in self.remarks if remark.kind in kinds]
+
+    @property
+    def invalid(self) -> list[str]:
+        """Why its figures are not those of an undisturbed run; empty if they are."""
+        return self.texts("invalid")
+
+
 def derived_remarks(r: "Result") -> Iterator[Remark]:
     """The remarks that follow from a result's figures, each once."""
     made = [Remark(kind="invalid", text=text, advice=advice) for text, advice in _not_steady(r)]
@@ -58,11 +80,8 @@ def device_remarks(use: "DeviceUse") -> Iterator[Remark]:
     """What the sensors of a rank's device said of a window."""
     held = {why: f"{why} {part:.0%}" for why, part in use.held_down.items()}
     if reasons := sorted(held.keys() - {POWER_CAP}):
-        text, advice = (
-            f"clocks held down ({', '.join(reasons)})",
-            "check cooling, airflow and power supply",
-        )
-        yield Remark(kind="invalid", text=text, advice=advice)
+        text = f"clocks held down ({', '.join(reasons)})"
+        yield Remark(kind="invalid", text=text, advice="check cooling, airflow and power supply")
     if held:
         text = f"rank {use.rank}: clocks were held down in the window: {', '.join(held.values())}"
         yield Remark(kind="information", text=text)
@@ -89,11 +108,7 @@ def _not_steady(r: "Result") -> Iterator[tuple[str, str]]:
     for applies, text, advice in (
         (r.status != "ok", f"status {r.status}", ""),
         (profiled_in_window(r), "profiled in the window", "leave out --profile-start"),
-        (
-            m.device_shared,
-            "shared GPU",
-            "end the other processes that use it: doctor.py lists them",
-        ),
+        (m.device_shared, "shared GPU", SHARED),
         (m.window_compile_s, "compiled in the window", compiled),
         (m.window_graphs_recorded, "CUDA graphs recorded in the window", again),
         (m.window_saves, "saved in the window", ""),

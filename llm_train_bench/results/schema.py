@@ -6,12 +6,12 @@ from pydantic import Field, model_validator
 
 from llm_train_bench.base.strict import Strict
 from llm_train_bench.results.metrics import Metrics
-from llm_train_bench.results.remarks import Remark, RemarkKind, derived_remarks
-from llm_train_bench.settings.flags import GRAPH_MODES, LENGTH, OUTPUT, Script, of_kind
+from llm_train_bench.results.remarks import Remark, Remarked, derived_remarks
+from llm_train_bench.settings.flags import GRAPH_MODES, Script
 from llm_train_bench.trace.breakdown import CostlyKernel, HostGaps
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
 
-# Older results were never released and are refused.
+# Results of an older schema were never released and are refused.
 SCHEMA_VERSION = 3
 # Clocks throttled in less than this part of the window may be a sample's chance.
 HELD_DOWN = 0.01
@@ -178,7 +178,7 @@ Status = Literal["running", "ok", "oom", "failed", "interrupted", "preempted", "
 METER_LENGTH = ("n_steps", "warmup_steps", "usd_per_hour")
 
 
-class Result(Strict):
+class Result(Strict, Remarked):
     """One run, complete enough to be compared years later without anything else."""
 
     schema_version: Literal[3] = SCHEMA_VERSION
@@ -217,12 +217,6 @@ class Result(Strict):
         """Whether one of our scripts ran; else a Meter did, in a loop of others."""
         return self.entrypoint in set(Script)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments that tell it from other runs. A loop's may have the names of our flags."""
-        no_setting = of_kind(OUTPUT, LENGTH) if self.ours else METER_LENGTH
-        return {k: v for k, v in self.args.items() if k not in no_setting}
-
     @model_validator(mode="before")
     @classmethod
     def _remarks_of_older_results(cls, content: Any) -> Any:
@@ -258,21 +252,6 @@ class Result(Strict):
         known = {text for remark in derived for text in (remark.text, remark.advice)}
         noted = [x for x in self.remarks if not x.from_figures and x.text not in known]
         self.remarks = noted + derived
-
-    def remark(self, text: str, kind: RemarkKind = "information", advice: str = "") -> None:
-        """Add a remark, once."""
-        remark = Remark(kind=kind, text=text, advice=advice)
-        if remark not in self.remarks:
-            self.remarks.append(remark)
-
-    def texts(self, *kinds: RemarkKind) -> list[str]:
-        """The texts of its remarks of these kinds."""
-        return [remark.text for remark in self.remarks if remark.kind in kinds]
-
-    @property
-    def invalid(self) -> list[str]:
-        """Why its figures are not those of an undisturbed run; empty if they are."""
-        return self.texts("invalid")
 
     @property
     def peak_memory(self) -> tuple[float | None, str]:

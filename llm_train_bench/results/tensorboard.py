@@ -14,7 +14,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from llm_train_bench.base.tables import markdown_text
 from llm_train_bench.results.metrics import FINAL_METRICS
 from llm_train_bench.results.result_files import Step, finite_numbers, step_figures
-from llm_train_bench.results.schema import Result
+from llm_train_bench.results.schema import METER_LENGTH, Result
 from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults
 
 Event: Any = vars(event_pb2)["Event"]  # classes of protocol buffers are made at run time
@@ -103,8 +103,9 @@ class TensorBoardFile:
 
         m, last = result.metrics, self.last_step
         settings: dict[str, Any] = {"model": result.model.name}
-        told, default = result.settings, defaults(Args)
+        told = {k: v for k, v in result.args.items() if k not in METER_LENGTH}
         if result.ours:
+            default = defaults(Args)
             told = {
                 name: value
                 for name, flag in declared(Args).items()

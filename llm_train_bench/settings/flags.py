@@ -34,6 +34,8 @@ Kind = Literal["hyperparameter", "speed", "length", "output"]
 LEARNT, SPEED, LENGTH, OUTPUT = get_args(Kind)
 EVERYWHERE, SEVERAL = tuple(Script), (Script.DDP, Script.FSDP, Script.PP)
 SHARDED = (Script.FSDP, Script.PP)
+# --pp of train_pp.py without the flag.
+USUAL_STAGES = 2
 LARGEST = 2**31
 # Compile modes that record CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")

@@ -28,6 +28,7 @@ from llm_train_bench.model.shares import copies_of_heads, part_shape
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
+    USUAL_STAGES,
     Args,
     BatchFlags,
     DataFlags,
@@ -198,7 +199,7 @@ def make_plan(
     if script in SHARDED:
         if args.cpu_offload and platform == "cpu":
             raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
-        stages = (args.pp or 2, args.pp_virtual) if script is Script.PP else (1, 1)
+        stages = (args.pp or USUAL_STAGES, args.pp_virtual) if script is Script.PP else (1, 1)
         stages = (stages[0], 2) if (v := args.pp_schedule == "zbv") else stages
         fsdp = resolve_layout(args.part(FsdpFlags), *stages, config, seq_len, world)
         fsdp = dataclasses.replace(fsdp, layers=args.pp_layers, zero_bubble=v)

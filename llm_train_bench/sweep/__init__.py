@@ -1,1 +1,1 @@
-"""Many settings: the experiment, its grid, runs, ranking, largest batch."""
+"""Many settings: the experiment, its grid, runs, the search for the fastest, largest batch."""

@@ -14,6 +14,7 @@ from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import (
     SETTABLE,
+    USUAL_STAGES,
     Args,
     Script,
     differing,
@@ -212,7 +213,7 @@ def plan_of(
     if args.device == "cpu":
         platform, gpu, memory_gib = "cpu", None, None
     if world is None:
-        stages = (args.pp or 2) if script == Script.PP else 1
+        stages = (args.pp or USUAL_STAGES) if script == Script.PP else 1
         world = args.tp * args.cp * args.ep * stages
         alone = {"global_bsz": None, "dp_replicate": 1, "fp8_all_gather": False}
         args = dataclasses.replace(args, **alone)

@@ -35,7 +35,7 @@ class ProcessFlags:
     repeats: Runs of each setting, interleaved so that a drifting machine affects all settings.
     tune: Find the fastest setting with few runs. The estimate keeps the fastest fifth, short runs
         halve it repeatedly, and the two best settings run in full, alternating, five times.
-    output_dir: Directory of rows, results and tables. By default sweeps/EXPERIMENT.
+    output_dir: Directory of rows.jsonl, runs.csv and the runs. By default sweeps/EXPERIMENT.
     retry: Repeat runs that failed or timed out earlier in the same --output-dir.
     dry_run: Print the commands and stop.
     """
@@ -49,7 +49,7 @@ class ProcessFlags:
 
 @dataclasses.dataclass(frozen=True)
 class SweepArgs(ProcessFlags, SettingsFlags):
-    """Run many settings, each in a separate process, and rank them."""
+    """Run many settings, each in a separate process, and compare them."""
 
 
 def experiment_of(args: SweepArgs) -> tuple[Experiment, str]:
