@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's recipes, each in a copy of the tree: a GPU, a family, a flag more and less, a metric."""
+"""CONTRIBUTING.md's recipes, each in a copy of the tree: GPU, family, a flag more and less, metric."""
 
 import json
 import os

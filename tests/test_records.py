@@ -282,9 +282,8 @@ def show(argv: list[str]) -> None:
         functools.reduce(dict.__getitem__, parts, content)[last] = json.loads(value)
     result = Result.model_validate(content)
     print_result(result)
-    for name, value in vars(Result).items():
-        if isinstance(value, property) and name not in ("ours", "settings"):  # words of the content
-            print(name, getattr(result, name))
+    for name in ("invalid", "peak_memory", "power_limit_w"):
+        print(name, getattr(result, name))
 
 
 def say_records(argv: list[str]) -> None:

@@ -571,6 +571,7 @@ def test_what_else_is_in_a_file_stays(tmp_path, monkeypatch, capsys):
     ("more", "message"),
     [(["--save", "result.json"], "would replace a run's own file"),
      (["--save", "x.txt"], "x.txt: is no file of runs"),
+     (["--save", "absent/x.json"], "absent: no such directory"),
      (["--save", "y.json", "--baseline", "z.json"], "--save with --baseline: run compare.py twice"),
      (["--tolerance", "5%"], "--tolerance needs --baseline")],
 )  # fmt: skip
@@ -635,7 +636,7 @@ def test_copies_of_runs_do_not_count_again(tmp_path, capsys):
         )
 
 
-def test_a_file_among_the_runs_is_not_saved_into_itself(tmp_path):
+def test_a_file_among_the_runs_is_not_saved_into_itself(tmp_path, capsys):
     runs = tmp_path / "runs"
     path = runs / "base.json"
     old = trial(runs, "old", metrics__goodput=0.5)
@@ -645,6 +646,8 @@ def test_a_file_among_the_runs_is_not_saved_into_itself(tmp_path):
     assert compare.main(words(runs, "--save", path)) == 0
     [entry] = json.loads(path.read_text())["settings"]
     assert [run["result"]["metrics"]["goodput"] for run in entry["runs"]] == [0.25]
+    assert compare.main(words(path, "--save", path)) == 2
+    assert f"no file of runs besides {path}" in capsys.readouterr().err
 
 
 def test_a_real_run_is_saved_compared_judged_and_verified(tmp_path, capsys):
