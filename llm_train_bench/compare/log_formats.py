@@ -3,10 +3,11 @@
 import ast
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class LoggedStep:
     seq_len: int | None = None
     mean_time_s: float | None = None
     elapsed_s: float | None = None
+    end: int = dataclasses.field(default=0, compare=False)  # of its first line in the text
 
 
 @dataclasses.dataclass
@@ -60,12 +62,16 @@ class Log:
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
+Row = tuple[str, str, re.Pattern]  # quantity, unit, pattern
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """How a suite writes its log; see log_formats.toml."""
 
     step: re.Pattern
-    rows: list[tuple[str, bool, str, re.Pattern]]  # quantity, outside of steps, unit, pattern
+    rows: list[Row]  # of a step
+    facts: list[Row]  # of the run
     line: list[str] = dataclasses.field(default_factory=list)
     never: list[str] = dataclasses.field(default_factory=list)
     block: bool = False
@@ -78,24 +84,26 @@ class Suite:
 def _suites() -> dict[str, Suite]:
     """The suites of the table, in its order."""
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "step"}
+    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "facts", "step"}
 
-    def rows(table: dict[str, Any]) -> Iterator[tuple[str, bool, str, re.Pattern]]:
+    def rows(table: dict[str, Any], of_run: bool) -> Iterator[Row]:
         for key, texts in table.items():
             if key == "include":
-                yield from rows(tables[texts])
+                yield from rows(tables[texts], of_run)
             elif key not in settings | {"step"}:
                 name, _, unit = key.partition(" ")
                 quantity, _, over = name.partition("@")
                 number = LOSS if quantity == "loss" else N
                 for text in [texts] if isinstance(texts, str) else texts:
-                    yield quantity, over == "run", unit, re.compile(text.replace("#", number))
+                    if of_run == (over == "run"):
+                        yield quantity, unit, re.compile(text.replace("#", number))
 
-    header = list(rows(tables.pop("HEADER")))
+    header = list(rows(tables.pop("HEADER"), of_run=True))
     return {
         name: Suite(
             re.compile(table.get("step", "(?!)")),
-            [*rows(table), *header],
+            list(rows(table, of_run=False)),
+            [*rows(table, of_run=True), *header],
             **{key: table[key] for key in settings & table.keys()},
         )
         for name, table in tables.items()
@@ -105,37 +113,70 @@ def _suites() -> dict[str, Suite]:
 
 SUITES = _suites()
 TRAINER = "Hugging Face Trainer"
+PRINTED = re.compile(r"\{'(?:loss|train_runtime)':[^{}]{0,4000}\}")
+
+
+def suites_of(text: str) -> dict[str, int]:
+    """The suites whose lines a text has, and about how many steps each finds in it."""
+    found = {}
+    for suite, form in SUITES.items():
+        if suite == TRAINER:
+            entries = PRINTED.findall(text)
+            sample = entries[:: len(entries) // 200 + 1]
+            told = len(printed_log("\n".join(sample)).steps)
+            found[suite] = told * len(entries) // max(len(sample), 1)
+        elif all(part in text for part in form.line) and re.search(form.sign, text):
+            records = _numbered(text, form)
+            sample = records[:: len(records) // 200 + 1]
+            told = sum(_step(*record, suite) is not None for record in sample)
+            found[suite] = told * len(records) // max(len(sample), 1)
+    return {suite: n for suite, n in found.items() if n}
 
 
 def parse(text: str, suite: str) -> Log:
     """A log taken for one of a suite; without steps if it is not."""
     if suite == TRAINER:
-        return hugging_face(printed_entries(text), text)
-    form, steps = SUITES[suite], []
-    if re.search(form.sign, text):
-        records = [(form.step.search(record), record) for record in _records(text, form)]
-        numbered = [pair for pair in records if pair[0]]
-        for i, (match, record) in enumerate(numbered or (records if form.block else [])):
-            step = LoggedStep(int(next(filter(None, match.groups()), "0")) if match else i)
-            for quantity, value in _quantities(record, suite, run=False):
-                whole = quantity in ("global_batch", "seq_len")
-                setattr(step, quantity, int(value) if whole else value)
-            steps += [step] if step != LoggedStep(step.step) else []
-    return log_of(steps, suite, text)
+        return printed_log(text)
+    steps = [_step(*record, suite) for record in _numbered(text, SUITES[suite])]
+    return log_of([step for step in steps if step], suite, text)
 
 
-def _records(text: str, form: Suite) -> Iterator[str]:
-    """The text of each step."""
+def _numbered(text: str, form: Suite) -> list[tuple[int, int, str]]:
+    """Number, end and text of each step; steps of a suite's blocks are counted if it does not."""
+    if not re.search(form.sign, text):
+        return []
+    records = list(_records(text, form))
+    matches = [form.step.search(record) for _, record in records]
+    if form.block and not any(matches):
+        return [(i, *record) for i, record in enumerate(records)]
+    pairs = zip(matches, records, strict=True)
+    return [(int(next(filter(None, m.groups()), "0")), *record) for m, record in pairs if m]
+
+
+def _step(number: int, end: int, record: str, suite: str) -> LoggedStep | None:
+    """What a step's text says; None if it has no figures."""
+    step = LoggedStep(number, end=end)
+    for quantity, value in _quantities(record, SUITES[suite].rows):
+        whole = quantity in ("global_batch", "seq_len")
+        setattr(step, quantity, int(value) if whole else value)
+    return step if step != LoggedStep(number) else None
+
+
+def _records(text: str, form: Suite) -> Iterator[tuple[int, str]]:
+    """The text of each step, and where its first line ends."""
     block: list[str] = []
-    for line in text.splitlines():
+    end = begun = 0
+    for line in text.splitlines(keepends=True):
+        end += len(line)
         begins = all(t in line for t in form.line) and not any(t in line for t in form.never)
         if block and (begins or not form.block):
-            yield "\n".join(block)
+            yield begun, "".join(block)
             block = []
         if begins or (block and len(block) < 200):
+            begun = begun if block else end
             block.append(line)
     if block:
-        yield "\n".join(block)
+        yield begun, "".join(block)
 
 
 def log_of(steps: list[LoggedStep], suite: str, text: str) -> Log:
@@ -144,7 +185,7 @@ def log_of(steps: list[LoggedStep], suite: str, text: str) -> Log:
     if not steps:
         return log
     log.notes += filter(None, [SUITES[suite].note])
-    for quantity, value in _quantities(text, suite, run=True):
+    for quantity, value in _quantities(text, SUITES[suite].facts):
         if quantity == "memory_gib":
             steps[-1].memory_gib = steps[-1].memory_gib or value
         else:
@@ -162,11 +203,11 @@ def log_of(steps: list[LoggedStep], suite: str, text: str) -> Log:
     return log
 
 
-def _quantities(text: str, suite: str, run: bool) -> Iterator[tuple[str, Any]]:
+def _quantities(text: str, rows: list[Row]) -> Iterator[tuple[str, Any]]:
     """Quantities in a text, each by its first row that matches, in the units of `LoggedStep`."""
     done = set()
-    for name, outside, unit, pattern in SUITES[suite].rows:
-        if run != outside or name in done or not (match := pattern.search(text)):
+    for name, unit, pattern in rows:
+        if name in done or not (match := pattern.search(text)):
             continue
         value: Any = next(filter(None, match.groups()))
         if name not in ("hardware", "model"):
@@ -204,18 +245,22 @@ def logged_step(entry: Mapping[str, Any], number: int, suite: str) -> LoggedStep
     return step
 
 
-def printed_entries(text: str) -> list[dict[str, Any]]:
-    """The dictionaries that the Trainer prints, {'loss': ...} and {'train_runtime': ...}."""
-    entries = []
-    for match in re.finditer(r"\{'(?:loss|train_runtime)':[^{}]{0,4000}\}", text):
+def printed_log(text: str) -> Log:
+    """The log of the dictionaries that the Trainer prints, {'loss': ...} and {'train_runtime': ...}."""
+    entries, ends = [], []
+    for match in PRINTED.finditer(text):
         with contextlib.suppress(ValueError, SyntaxError):
             entries.append(ast.literal_eval(re.sub(r": (nan|-?inf)\b", r": '\1'", match[0])))
-    return entries
+            ends.append(match.end())
+    return hugging_face(entries, text, ends)
 
 
-def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
+def hugging_face(
+    entries: Sequence[Mapping[str, Any]], text: str = "", ends: Sequence[int] = ()
+) -> Log:
     """The Trainer's log entries; rates are those of tokens seen, or samples/s of the whole run.
 
+    If they were printed in a text, `ends` has where each of them ends in it.
     Its final `train_tokens_per_second` is of one rank in some releases, so nothing is read from it.
     """
     entries = [{k: as_number(v) for k, v in entry.items()} for entry in entries]
@@ -223,7 +268,7 @@ def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
     steps: list[LoggedStep] = []
     counters: tuple[float, float] = 0.0, 0.0  # tokens seen, and seconds
     whole: dict[str, Any] = {}
-    for entry in entries:
+    for entry, end in itertools.zip_longest(entries, ends, fillvalue=0):
         if "train_loss" in entry or "train_samples_per_second" in entry:
             whole = entry
             continue
@@ -231,6 +276,7 @@ def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
             continue
         number = int(entry.get("step") or len(steps) + 1)
         step = logged_step(entry, number, TRAINER)
+        step.end = end
         tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
         if tokens and seconds:
             if 0 < counters[0] < tokens and counters[1] < seconds:

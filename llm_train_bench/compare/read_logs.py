@@ -4,15 +4,13 @@ The suite that wrote most of the lines is the log's suite (compare/log_formats.p
 any such line is refused. If a log holds several runs, the last one is taken.
 """
 
-import bisect
 import csv
 import dataclasses
-import functools
 import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,14 @@ from llm_train_bench.compare.log_formats import (
     log_of,
     logged_step,
     parse,
+    suites_of,
 )
 from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady
 from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import read_steps
 
 # Groups of --log-pattern: the quantity of a step that each is, and its unit.
-GROUPS = {field.name: (field.name, 1.0) for field in dataclasses.fields(LoggedStep)}
+GROUPS = {f.name: (f.name, 1.0) for f in dataclasses.fields(LoggedStep) if f.compare}
 GROUPS |= {"time_ms": ("time_s", 1e-3), "mfu_percent": ("mfu", 0.01)}
 # The column by which a file of JSON lines is known.
 SIGN_KEYS = {
@@ -108,16 +107,14 @@ def parse_by(pattern: re.Pattern, text: str) -> Log | None:
 def parse_log(text: str) -> Log | None:
     """A log as one of the first suite that explains half of all steps found; None without any."""
     text = re.sub(r"\x1b?\[[\d;]*m", "", text).replace("\r", "\n")  # colours, progress bars
-    logs = {suite: parse(text, suite) for suite in SUITES}
-    most = max(len(log.steps) for log in logs.values())
-    if not most:
+    found = suites_of(text)
+    if not found:
         return None
-    suite, log = next(pair for pair in logs.items() if 2 * len(pair[1].steps) >= most)
-    parser = functools.partial(parse, suite=suite)
+    suite = next(suite for suite, n in found.items() if 2 * n >= max(found.values()))
+    log = parse(text, suite)
     if begin := last_start(log.steps):
-        facts = {
-            k: v for k, v in vars(parser(_after(text, begin, parser))).items() if v is not None
-        }
+        rest = parse(text[log.steps[begin - 1].end :], suite)
+        facts = {k: v for k, v in vars(rest).items() if v is not None}
         facts |= {"steps": log.steps[begin:], "earlier_steps": begin}
         log = dataclasses.replace(log, **facts)
     # Several ranks may print the same step, and one step may take several lines.
@@ -214,15 +211,6 @@ def last_start(steps: list[LoggedStep]) -> int:
         seen.append(step.step)
         del seen[:-64]
     return start
-
-
-def _after(text: str, n: int, parser: Callable[[str], Log]) -> str:
-    """The text after the n-th step of a log."""
-    lines = text.splitlines(keepends=True)
-    first = bisect.bisect_left(
-        range(len(lines)), n, key=lambda i: len(parser("".join(lines[:i])).steps)
-    )
-    return "".join(lines[first:])
 
 
 def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
