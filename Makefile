@@ -75,11 +75,11 @@ test-newest:
 	mkdir -p build && grep -v '^torch' constraints.txt >build/constraints-newest.txt
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=build/constraints-newest.txt
 
-# Read back what --track writes, with each tracker's library; `make test` does not install these.
+# Read back what --track wandb writes, with W&B's library, which `make test` does not install.
 test-track: $(READY)
 	test -d .venv-track || $(PYTHON) -m venv .venv-track
-	.venv-track/bin/pip install -q pytest pydantic rich numpy pyyaml pandas wandb mlflow-skinny prometheus_client
-	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/trackers.py
+	.venv-track/bin/pip install -q pytest pydantic rich numpy pyyaml wandb
+	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/wandb_offline.py
 
 # Compare every layout of ranks with one device: losses, norms, every gradient; five minutes. With
 # DEVICE=cuda on GPUs, which ranks share (docs/LAYOUTS.md); LAYOUTS="tp2 cp2" or on-gpu runs some.

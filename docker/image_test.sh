@@ -94,7 +94,7 @@ if command -v podman >/dev/null; then
     A_KEY=sesame docker/launch.sh --cpu --engine podman --name llm-train-bench-image-test --output "$out" --cache "$out/cache" \
         --mount "$out/data:/data:ro" --env A_KEY --env LEVEL=2 --env HF_HOME=/data bash -c '[ "$A_KEY$LEVEL$HF_HOME" = sesame2/data ] && cat /data/text &&
         ! touch /data/new 2>/dev/null && python train_fsdp.py configs/llama-tiny.json --sac-freq 1/4 --bsz 1 --seq-len 64 \
-            --n-steps 5 --warmup-steps 2 --run-name launched --track openmetrics'
+            --n-steps 5 --warmup-steps 2 --run-name launched'
     python3 - "$out/launched" "$(podman image inspect --format '{{.Id}}' llm-train-bench:cpu)" <<'PY'
 import json, pathlib, sys
 text = (pathlib.Path(sys.argv[1]) / "result.json").read_text()

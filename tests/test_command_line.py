@@ -235,8 +235,8 @@ def test_without_a_repository_the_commit_is_the_image_s(monkeypatch):
 
 
 def test_underscores_negative_numbers_and_order_are_accepted():
-    a = parse_args(["--n_steps=3", "--lr", "1e-3", TINY, "--track", "mlflow", "wandb"], "train.py")
-    assert (a.n_steps, a.lr, a.config, a.track) == (3, 1e-3, TINY, ("mlflow", "wandb"))
+    a = parse_args(["--n_steps=3", "--lr", "1e-3", TINY, "--track", "wandb"], "train.py")
+    assert (a.n_steps, a.lr, a.config, a.track) == (3, 1e-3, TINY, ("wandb",))
     assert parse_args([TINY, "--bsz", "2", "--bsz", "3"], "train.py").bsz == 3
     with pytest.raises(UsageError, match=r"--lr -1.0: must be at least 0"):
         parse_args([TINY, "--lr", "-1"], "train.py")
@@ -244,9 +244,9 @@ def test_underscores_negative_numbers_and_order_are_accepted():
 
 def test_a_config_anywhere_replaces_that_of_a_file(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(f"config: {TINY}\nbsz: 2\ntrack: [mlflow]\n")
+    path.write_text(f"config: {TINY}\nbsz: 2\ntrack: [wandb]\n")
     a = parse_args(["--bsz", "3", "configs/llama-tiny.json", "--from", str(path)], "train.py")
-    assert (a.config, a.bsz, a.track) == ("configs/llama-tiny.json", 3, ("mlflow",))
+    assert (a.config, a.bsz, a.track) == ("configs/llama-tiny.json", 3, ("wandb",))
     assert parse_args(["--from", str(path)], "train.py").config == TINY
     # Of a result, FP8's flags count where it ran in FP8.
     args = {"config": TINY, "pt_compile": True, "fp8_recipe": "rowwise"}

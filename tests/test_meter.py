@@ -211,7 +211,7 @@ def test_runs_are_repeats_if_their_settings_are_equal(tmp_path, monkeypatch):
     ({"seq_len": 5}, "tokens_per_step=32 is no multiple of seq_len=5"),
     ({"flops_per_token": 1e9}, "give a config or flops_per_token, not both"),
     ({"config": None, "flops_per_token": 0.0}, "flops_per_token=0.0: must be a number above 0"),
-    ({"track": ["wandbb"]}, "track='wandbb': must be among wandb, mlflow, openmetrics"),
+    ({"track": ["wandbb"]}, "track='wandbb': must be wandb"),
 ])  # fmt: skip
 def test_bad_arguments_are_one_line(tmp_path, options, error):
     with pytest.raises(UsageError, match=re.escape(error)):

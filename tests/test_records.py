@@ -9,7 +9,7 @@ reads a clock that advances with each reading.
 
 These commands are no tools. `pairs` prints what a script says of two flags on eight ranks, unless it
 says that of one alone. `plan` prints a script's plan, `model` a config's model, and `show` a result as
-its run did. `read` prints all that a log holds, and `track` the calls that export a run to trackers.
+its run did. `read` prints all that a log holds.
 `rank` ranks a sweep's rows.
 """
 
@@ -49,9 +49,7 @@ from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.results.console import print_result
 from llm_train_bench.results.figures import matmul_work
-from llm_train_bench.results.result_files import Step, read_result, read_steps
 from llm_train_bench.results.schema import Lineage, Result
-from llm_train_bench.results.trackers import TRACKERS, TrackedRun
 from llm_train_bench.run.provenance import default_name, open_result
 from tests import conftest
 from tests.helpers import FAMILIES, ROOT, config, plan_of, run_train, words
@@ -293,23 +291,8 @@ def say_records(argv: list[str]) -> None:
         pprint.pprint(dataclasses.replace(record, result=None, steps=[]), width=100, compact=True)
 
 
-def say_tracked(argv: list[str]) -> None:
-    """Print the calls by which a run in a directory goes to each tracker's library."""
-    run, library = Path(shutil.copytree(*argv)), mock.MagicMock()
-    calls = mock.patch("importlib.import_module", lambda name: getattr(library, name))
-    with counting_clock(), calls:
-        result = read_result(run / "result.json")
-        for name in TRACKERS:
-            tracked = TrackedRun(name, result, run)
-            tracked([Step(**step) for step in read_steps(run / "steps.jsonl")])
-            print(tracked.finish(result), *library.mock_calls, sep="\n")
-            library.reset_mock()
-    for name in ("result.json", "steps.jsonl"):
-        (run / name).unlink()
-
-
 PSEUDO = dict(
-    track=say_tracked, pairs=say_pairs, plan=say_plan, model=say_model, show=show, read=say_records,
+    pairs=say_pairs, plan=say_plan, model=say_model, show=show, read=say_records,
 )  # fmt: skip
 
 

@@ -22,10 +22,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import write_tokens
-from llm_train_bench.results import trackers
 from llm_train_bench.results.console import print_result, table_rows
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import SCHEMA_VERSION
+from llm_train_bench.results.wandb_run import WandbRun
 from llm_train_bench.run import loop
 from llm_train_bench.run.provenance import describe_environment
 from llm_train_bench.run.sampling import text_decoder
@@ -404,49 +404,54 @@ def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
     refused(train_main, "no tokenizer.json lies beside", argv)
 
 
-def test_a_run_is_exported_when_it_has_ended(tmp_path, capsys, monkeypatch, refused):
-    """A tracker that fails takes nothing from the run; one that is not installed is refused."""
-    broken = mock.Mock(side_effect=OSError("no\nspace"))
-    monkeypatch.setitem(trackers.TRACKERS, "mlflow", broken)
-    monkeypatch.setitem(trackers.PACKAGES, "mlflow", "json")
-    argv = words(FP32, "--n-steps 3 --warmup-steps 1 --no-tensorboard")
-    trained(tmp_path, argv, "--run-name a --track openmetrics mlflow")
-    assert "mlflow: not tracked: OSError: no space" in capsys.readouterr().err
-    text = (tmp_path / "a/metrics.prom").read_text()
-    assert text.endswith("# EOF\n") and 'run="a",model="gpt2-tiny"' in text
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    argv += words("--run-name b --track wandb --output-dir", tmp_path)
+@pytest.fixture
+def tracked(tmp_path, monkeypatch, capsys):
+    """Runs with --track wandb under a name, with a stand-in for the library; what is said."""
+
+    def run(name: str, **functions) -> str:
+        run.wandb = mock.MagicMock(__spec__="installed", **functions)
+        run.wandb.init.return_value.dir = f"{tmp_path}/wandb/files"
+        monkeypatch.setitem(sys.modules, "wandb", run.wandb)
+        argv = words(FP32, "--n-steps 3 --warmup-steps 1 --no-tensorboard --quiet --track wandb")
+        assert run_train(*argv, "--run-name", name, "--output-dir", tmp_path) == 0
+        assert json.loads((tmp_path / name / "result.json").read_text())["status"] == "ok"
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_run_goes_to_wandb(tracked, tmp_path, monkeypatch, refused):
+    """Each step, the final figures and the files; its failure takes nothing from the run."""
+    assert f"wandb: {tmp_path}/wandb\n" in tracked("good")
+    run = tracked.wandb.init.return_value
+    result = json.loads((tmp_path / "good/result.json").read_text())
+    assert tracked.wandb.init.call_args.kwargs["config"]["bsz"] == result["args"]["bsz"]
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [0, 1, 2, 3]
+    steps = [*map(json.loads, (tmp_path / "good/steps.jsonl").read_text().splitlines())]
+    losses = [call.args[0]["train/loss"] for call in run.log.call_args_list]
+    assert losses == [step["loss"] for step in steps]
+    summary = run.summary.update.call_args.args[0]
+    assert summary["tokens_per_sec"] == result["metrics"]["tokens_per_sec"]
+    files = tracked.wandb.Artifact.return_value.add_file.call_args_list
+    assert [Path(call.args[0]).name for call in files] == ["result.json", "steps.jsonl"]
+    assert run.finish.call_args.kwargs == {"exit_code": 0}
+    said = tracked("bad", **{"init.side_effect": OSError("no\nspace")})
+    assert "wandb: not tracked: OSError: no space" in said
+    assert "wandb sync" in tracked("offline", **{"api.api_key": None})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    argv = words(FP32, "--track wandb --run-name b --output-dir", tmp_path)
     refused(train_main, "--track wandb: needs wandb: pip install", argv)
     assert not (tmp_path / "b").exists()
 
 
-def test_a_tracker_that_does_not_answer_delays_the_end_only_so_long(tmp_path, monkeypatch, capsys):
+def test_wandb_that_does_not_answer_delays_the_end_only_so_long(tracked, monkeypatch):
     """Whether it stands still at the start, in a step or at the end."""
-
-    class Silent:
-        def __init__(self, result, directory):
-            time.sleep(60 if result.run_name == "start" else 0)
-            self.name = result.run_name
-
-        def log(self, steps):
-            time.sleep(60 if self.name == "log" else 0)
-
-        def finish(self, result):
-            time.sleep(60 if self.name == "finish" else 0)
-            return "somewhere"
-
-    monkeypatch.setitem(trackers.TRACKERS, "openmetrics", Silent)
-    monkeypatch.setattr(trackers.TrackedRun, "PATIENCE_S", 0.2)
-    argv = words(FP32, "--n-steps 3 --warmup-steps 1 --no-tensorboard --track openmetrics --quiet")
-    for name in ("start", "log", "finish", "other"):
+    monkeypatch.setattr(WandbRun, "PATIENCE_S", 0.2)
+    for name in ("init", "init.return_value.log", "init.return_value.finish"):
         began = time.monotonic()
-        assert run_train(*argv, "--run-name", name, "--output-dir", tmp_path) == 0
+        said = tracked(name, **{f"{name}.side_effect": lambda *_, **__: time.sleep(60)})
         assert time.monotonic() - began < 30
-        line = "openmetrics: not tracked to the end: no answer for 0.2 s"
-        printed = capsys.readouterr()
-        assert (line if name != "other" else "openmetrics: somewhere") in printed.err
-        assert "step 1" not in printed.err and "| tokens/s " in printed.out
-        assert json.loads((tmp_path / name / "result.json").read_text())["status"] == "ok"
+        assert "wandb: not tracked to the end: no answer for 0.2 s" in said
 
 
 def test_warm_up_by_seconds_fills_what_steps_leave(tmp_path):
@@ -489,15 +494,15 @@ def test_a_run_is_one_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "script: train.py\nconfig: configs/gpt2-tiny.json\nbsz: 3\nseq-len: 16\nn_steps: 2\namp: off\n"
-        "warmup_steps: 1\nno_tensorboard: true\npt_compile: false\ntrack: [openmetrics]\n"
+        "warmup_steps: 1\nno_tensorboard: true\npt_compile: false\nusd_per_hour: 2\n"
     )
     first = trained(tmp_path / "a", "--from", file, "--lr 0.01")
-    typed = {"bsz": 3, "amp": "off", "lr": 0.01, "track": ["openmetrics"]}
+    typed = {"bsz": 3, "amp": "off", "lr": 0.01, "usd_per_hour": 2}
     assert typed.items() <= first["args"].items()
     (result,) = (tmp_path / "a").glob("*/result.json")
     again = trained(tmp_path / "b", f"--from={result}", "--seed 5")
     unlike = {k for k in first["args"] if first["args"][k] != again["args"][k]}
-    assert unlike == {"output_dir", "seed", "no_tensorboard", "track"}
+    assert unlike == {"output_dir", "seed", "no_tensorboard", "usd_per_hour"}
     assert again["model"]["hash"] == first["model"]["hash"] and again["args"]["lr"] == 0.01
 
 

@@ -62,7 +62,7 @@ class Log:
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
-Row = tuple[str, str, re.Pattern]  # quantity, unit, pattern
+Quantity = tuple[str, str, re.Pattern]  # quantity, unit, pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Suite:
     """How a suite writes its log; see log_formats.toml."""
 
     step: re.Pattern
-    rows: list[Row]  # of a step
-    facts: list[Row]  # of the run
+    rows: list[Quantity]  # of a step
+    facts: list[Quantity]  # of the run
     line: list[str] = dataclasses.field(default_factory=list)
     never: list[str] = dataclasses.field(default_factory=list)
     block: bool = False
@@ -86,7 +86,7 @@ def _suites() -> dict[str, Suite]:
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "facts", "step"}
 
-    def rows(table: dict[str, Any], of_run: bool) -> Iterator[Row]:
+    def rows(table: dict[str, Any], of_run: bool) -> Iterator[Quantity]:
         for key, texts in table.items():
             if key == "include":
                 yield from rows(tables[texts], of_run)
@@ -203,7 +203,7 @@ def log_of(steps: list[LoggedStep], suite: str, text: str) -> Log:
     return log
 
 
-def _quantities(text: str, rows: list[Row]) -> Iterator[tuple[str, Any]]:
+def _quantities(text: str, rows: list[Quantity]) -> Iterator[tuple[str, Any]]:
     """Quantities in a text, each by its first row that matches, in the units of `LoggedStep`."""
     done = set()
     for name, unit, pattern in rows:

@@ -31,7 +31,6 @@ from llm_train_bench.parallel.ranks import Ranks, find_ranks, gather, meet, on_m
 from llm_train_bench.results.figures import fill_flop_rates
 from llm_train_bench.results.result_files import command_began, now, this_process
 from llm_train_bench.results.schema import METER_LENGTH, Lineage, ModelInfo, Result, StepSize
-from llm_train_bench.results.trackers import TRACKERS
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.profiling import traced
 from llm_train_bench.run.provenance import (
@@ -115,7 +114,7 @@ class Meter(RunRecord):
         device: By default the current GPU, or the CPU where there is none.
         peak_tflops: Dense BF16 peak of a device that configs/hardware.json does not list [TFLOP/s].
         usd_per_hour: Price of one device [US$/h].
-        track: `wandb`, `mlflow`, `openmetrics`.
+        track: `wandb`: send the run to Weights & Biases.
         observe: Trace the first step after the measured ones.
         quiet: Print nothing.
 
@@ -162,8 +161,8 @@ class Meter(RunRecord):
         ):
             raise UsageError(f"Meter: run_name={run_name!r}: must be the name of one directory")
         for tracker in track:
-            if tracker not in TRACKERS:
-                raise UsageError(f"Meter: track={tracker!r}: must be among {', '.join(TRACKERS)}")
+            if tracker != "wandb":
+                raise UsageError(f"Meter: track={tracker!r}: must be wandb")
         if config is not None and flops_per_token is not None:
             raise UsageError("Meter: give a config or flops_per_token, not both")
         self.config, self.seq_len = _read_config(config, name), seq_len

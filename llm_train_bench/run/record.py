@@ -1,6 +1,7 @@
 """The record of one run on one rank: its files, its step log and its window, whatever ends it."""
 
 import contextlib
+import importlib.util
 import shutil
 import signal
 import threading
@@ -12,6 +13,7 @@ import torch
 
 from llm_train_bench.apply.compile import CompileCounts, compile_counts
 from llm_train_bench.base.errors import CompileError, UsageError
+from llm_train_bench.base.files import how_to_install
 from llm_train_bench.measure.device import peak_memory
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.parallel.ranks import Ranks, on_main
@@ -20,7 +22,7 @@ from llm_train_bench.results.figures import fill_rank_metrics, fill_step_metrics
 from llm_train_bench.results.result_files import ResultFile, StepsFile, now
 from llm_train_bench.results.schema import Result, Status
 from llm_train_bench.results.tensorboard import TensorBoardFile
-from llm_train_bench.results.trackers import TrackedRun, check_trackers
+from llm_train_bench.results.wandb_run import WandbRun
 from llm_train_bench.run.failures import NO_CAUSE, classify, first_error, keep_error
 from llm_train_bench.run.signals import handled_by, held
 from llm_train_bench.run.window import Window
@@ -72,7 +74,7 @@ class RunRecord:
 
     def open(self) -> None:
         """Make the directory with its files, the step log and the meters."""
-        self.sinks: list[StepsFile | ProgressDisplay | TensorBoardFile | TrackedRun] = []
+        self.sinks: list[StepsFile | ProgressDisplay | TensorBoardFile | WandbRun] = []
         on_main(self.ranks, self.open_files)
         self.started = time.perf_counter()
         self.compiled_at_start = compile_counts()
@@ -90,7 +92,9 @@ class RunRecord:
 
     def open_files(self) -> None:
         """Make the run's directory and files; UsageError where that cannot be."""
-        check_trackers(self.output.track)
+        if self.output.track and importlib.util.find_spec("wandb") is None:
+            get = how_to_install("pip install -e '.[track]'")
+            raise UsageError(f"--track wandb: needs wandb: {get}")
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir()
@@ -119,7 +123,7 @@ class RunRecord:
             board = TensorBoardFile(directory, flops, peak, count, memory)
             self.sinks.append(board)
             board.describe(r)
-        self.tracked = [TrackedRun(name, r, self.directory) for name in self.output.track]
+        self.tracked = [WandbRun(r, self.directory)] if self.output.track else []
         self.sinks += self.tracked
 
     def release(self) -> None:
@@ -174,7 +178,7 @@ class RunRecord:
                 if isinstance(sink, TensorBoardFile):
                     sink.conclude(r)
             with contextlib.suppress(Exception):
-                if not isinstance(sink, TrackedRun):
+                if not isinstance(sink, WandbRun):
                     sink.close()
         try:
             file.write(r, last=True)

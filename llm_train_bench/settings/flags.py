@@ -71,7 +71,7 @@ def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex", "blocks"]
 Amp = Literal["auto", "bf16", "fp16", "off"]
 Linear = Literal["auto", "plain", "onednn", "te"]
-TrackerName = Literal["wandb", "mlflow", "openmetrics"]
+TrackerName = Literal["wandb"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -289,8 +289,7 @@ class OutputFlags:
     export: At the end, export the model as Hugging Face safetensors.
     sample: At the end, generate N tokens of text.
     no_tensorboard: Do not write TensorBoard scalars.
-    track: Send the run, while it goes on, to W&B (offline if not logged in), MLflow or an OpenMetrics
-        file.
+    track: Send the run to Weights & Biases while it goes on; offline if nobody is logged in.
     quiet: Print only the final table, and errors.
     """
 
