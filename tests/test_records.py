@@ -1,16 +1,18 @@
-"""Compare whole outputs of the tools with those on record: any change of a figure or a word shows.
+"""Compare what the tools say and compute with what is on record: a change of a figure or a word shows.
 
     make records     rewrite the records; read the difference before you commit it
 
-Each file in tests/records/ lists commands after "$". Below each stands what it printed and wrote to OUT.
-RUNS holds made-up runs of two machines; SLOWER and FASTER hold the same runs at other speeds. PAIR
-holds the traces of two ranks, and RANKS made-up traces of three. TOKENS is a file of tokens. Training
-reads a clock that advances with each reading.
+Each file in tests/records/ lists commands after "$", and below each its whole output, with the files in
+OUT. In figures.txt this is a line with the numbers in the JSON; those of a list are added up. In
+refusals.txt the one line that refuses a command stands behind "->".
+
+RUNS holds made-up runs of two machines; SLOWER and FASTER hold the same runs at other speeds. PAIR holds
+the traces of two ranks, and RANKS made-up traces of three. TOKENS is a file of tokens. Training reads a
+clock that advances with each reading. Other inputs are in tests/inputs.
 
 These commands are no tools. `pairs` prints what a script says of two flags on eight ranks, unless it
-says that of one alone. `plan` prints a script's plan, `model` a config's model, and `show` a result as
-its run did. `read` prints all that a log holds.
-`rank` ranks a sweep's rows.
+says that of one alone. `plan` has the figures of a script's plan, `model` those of a config, and `read`
+those of a log. `keys` prints what changes of a config's keys make of it, and `show` what a run prints.
 """
 
 import atexit
@@ -22,7 +24,6 @@ import io
 import itertools
 import json
 import os
-import pprint
 import re
 import shlex
 import shutil
@@ -30,7 +31,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -50,15 +53,16 @@ from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.results.console import print_result
 from llm_train_bench.results.figures import matmul_work
 from llm_train_bench.results.schema import Lineage, Result
-from llm_train_bench.run.provenance import default_name, open_result
+from llm_train_bench.run.provenance import open_result
 from tests import conftest
 from tests.helpers import FAMILIES, ROOT, config, plan_of, run_train, words
 from tests.test_trace import TRACES, rank_trace
 
 RECORDS = ROOT / "tests/records"
+FIGURES, REFUSALS = "figures.txt", "refusals.txt"
 NAMES = ("RUNS", "SLOWER", "FASTER", "BASE", "PAIR", "RANKS", "TOKENS")
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
-READ = (".html", ".json", ".jsonl", ".csv", ".md", ".prom", ".txt")
+WRITTEN = (".html", ".csv", ".md", ".txt")
 CHANGES = (
     (r"\d{4}-\d\d-\d\d(T[\d:+]+)?", "DATE"),
     (r'("version": |, |bench )"?0\.\d+\.\d+\S*', "VERSION"),
@@ -75,10 +79,9 @@ SETTINGS = (
 )
 FEWEST = dict(vocab_size=130000, hidden_size=64, intermediate_size=96, num_hidden_layers=30)
 FEWEST |= dict(num_attention_heads=32)
-# What differs between machines, runs and versions of PyTorch.
+# Figures and lines that differ between machines, runs and versions of PyTorch.
+VARYING = ("peak_rss_gib", "memory_mean_gib", "memory/peak_rss_gib", "final/peak_rss_gib")
 VARIES = re.compile(
-    r'"(peak_rss_gib|memory_mean_gib|id|boot|pid|started|began|started_at|ended_at|os|python|torch|numpy|'
-    r'torchao|triton|cuda|hip|cudnn|nccl|driver|nodes|balancing|cpu_count|torch_threads|OMP_NUM_THREADS|git_\w+|TORCHINDUCTOR_CACHE_DIR|host|energy_source|hash)":|'
     r"torch, commit|very roughly|memory: resident|peak_rss_gib \[|Skipping import of cpp"
 )
 
@@ -137,11 +140,32 @@ def write_runs(directory: Path, slower: float = 1.0) -> None:
 
 def recorded() -> list[tuple[Path, str, str]]:
     """File, command and output of everything on record."""
-    files = sorted(RECORDS.glob("*.txt"))
-    parts = [(f, re.split(r"^\$ ", f.read_text(), flags=re.M)[1:]) for f in files]
-    return [
-        (file, *part.rstrip().partition("\n")[::2]) for file, entries in parts for part in entries
-    ]
+    rows = []
+    for file in sorted(RECORDS.glob("*.txt")):
+        text = file.read_text()
+        if file.name == REFUSALS:
+            parts = [line.partition(" -> ") for line in text.splitlines()]
+        else:
+            parts = [e.partition("\n") for e in re.split(r"^\$ ", text, flags=re.M)[1:]]
+        rows += [(file, command, output.rstrip()) for command, _, output in parts]
+    return rows
+
+
+def figures(content: Any, name: str = "") -> dict[str, float]:
+    """The numbers in nested data that are not 0; of a list their sum, and how many entries it has."""
+    if dataclasses.is_dataclass(content):
+        content = vars(content)
+    found: Counter[str] = Counter()
+    if isinstance(content, dict):
+        for key, value in content.items():
+            found.update({} if key in VARYING else figures(value, f"{name}.{key}".strip(".")))
+    elif isinstance(content, list | tuple):
+        found[f"{name}.n"] += len(content)
+        for value in content:
+            found.update(figures(value, name))
+    elif isinstance(content, bool | int | float):
+        found[name] += content
+    return {key: value for key, value in found.items() if value}
 
 
 @functools.cache
@@ -163,8 +187,8 @@ def inputs() -> dict[str, str]:
     return {name: f"{top}/{name.lower()}" for name in NAMES}
 
 
-def output_of(command: str) -> str:
-    """Exit code, what a tool says and what it writes, without the names of this checkout."""
+def output_of(command: str, file: str) -> str:
+    """What a file of records has of a command: names of this checkout are left out."""
     variables, rest = re.fullmatch(r"((?:[A-Z_]+=\S+ )*)(.*)", command, re.S).groups()
     (script, *argv), code = shlex.split(rest), None
     environment = mock.patch.dict(os.environ, [v.split("=", 1) for v in variables.split()])
@@ -172,6 +196,11 @@ def output_of(command: str) -> str:
         out, places = Path(top), inputs() | {"OUT": top}
         devices.cache_clear()
         argv = [functools.reduce(lambda w, p: w.replace(*p), places.items(), word) for word in argv]
+        if script in DATA:
+            try:
+                return line_of(DATA[script](argv))
+            except UsageError as error:
+                return str(error)
         with (
             contextlib.redirect_stdout(io.StringIO()) as said,
             contextlib.redirect_stderr(io.StringIO()) as warned,
@@ -180,31 +209,49 @@ def output_of(command: str) -> str:
             if script == "train.py":
                 with counting_clock(), mock.patch("sys.argv", [script, *argv]):
                     code = run_train(*argv, "--output-dir", out)
-            elif script in PSEUDO:
-                code = PSEUDO[script](argv) or 0
+            elif script in PRINTED:
+                code = PRINTED[script](argv) or 0
             else:
                 code = importlib.import_module(script.removesuffix(".py")).main(argv)
+        devices.cache_clear()
+        if file == FIGURES:
+            return line_of(written(out) or json.loads(said.getvalue()))
         text = said.getvalue() + "".join(f"! {line}\n" for line in warned.getvalue().splitlines())
         for path in sorted(out.rglob("*")):
-            if path.name.startswith("events."):
-                events = EventAccumulator(str(path)).Reload()
-                for tag in sorted(events.Tags()["scalars"]):
-                    text += f"{tag} {[(e.step, e.value) for e in events.Scalars(tag)]}\n"
-            if path.is_file() and path.suffix in READ:
-                content = path.read_text()
-                if content.startswith('{"traceEvents"'):
-                    events = json.loads(content).pop("traceEvents")
-                    content = "\n".join(" ".join(map(str, event.values())) for event in events)
-                text += f"> {path.relative_to(out)}\n{content}\n"
+            if file != REFUSALS and path.is_file() and path.suffix in WRITTEN:
+                text += f"> {path.relative_to(out)}\n{path.read_text()}\n"
         for name, place in {**places, "HOME": os.environ["HOME"], "": f"{ROOT}/"}.items():
             text = text.replace(place, name)
         for pattern, name in CHANGES:
             text = re.sub(pattern, name, text)
         text = re.sub(r"<style>.*?</style>|<script>.*?</script>", "", text, flags=re.S)
-    devices.cache_clear()
     lines = [line.rstrip() for line in text.splitlines()]
+    if file == REFUSALS:
+        (line,) = lines
+        return line.removeprefix(f"! {script}: ") + f" (exit {code})" * (code != 2)
     kept = [line for line in lines if line and not VARIES.search(line)]
-    return "\n".join([*kept, f"exit {code}"])
+    return "\n".join([*kept, f"exit {code}"] if code else kept)
+
+
+def written(out: Path) -> dict[str, Any]:
+    """Content of the JSON and event files of a directory."""
+    content: dict[str, Any] = {}
+    for path in sorted(out.rglob("*")):
+        if path.suffix in (".json", ".jsonl"):
+            lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+            content[path.stem] = [*map(json.loads, lines)]
+        elif path.name.startswith("events."):
+            events = EventAccumulator(str(path)).Reload()
+            tags = events.Tags()["scalars"]
+            content |= {tag: [e.value for e in events.Scalars(tag)] for tag in tags}
+    for result in content.pop("result", []):
+        content |= {name: result[name] for name in ("remarks", "observed", "metrics", "profile")}
+    return content
+
+
+def line_of(content: Any) -> str:
+    """The figures of data in one line."""
+    return " ".join(f"{name} {value:.9g}" for name, value in figures(content).items())
 
 
 def say_pairs(argv: list[str]) -> None:
@@ -217,52 +264,51 @@ def say_pairs(argv: list[str]) -> None:
         except UsageError as error:
             return [str(error)]
 
-    alone = {flag: said(flag) for flag in flags}
+    alone, pairs = {flag: said(flag) for flag in flags}, defaultdict(list)
     for flag, texts in alone.items():
-        print(f"{flag}: {'; '.join(texts)}")
+        for text in texts:
+            pairs[text].append(flag)
     for a, b in itertools.combinations(flags, 2):
-        if texts := [text for text in said(a, b) if text not in alone[a] + alone[b]]:
-            print(f"{a} {b}: {'; '.join(texts)}")
+        for text in said(a, b):
+            if text not in alone[a] + alone[b]:
+                pairs[text].append(f"{a} {b}")
+    for text, chosen in pairs.items():
+        print(f"{text} [{' | '.join(chosen)}]")
 
 
-def say_plan(argv: list[str]) -> None:
-    """Print a plan and what follows from it: parameters, FLOPs, matmuls, memory, bytes of collectives."""
+def plan_figures(argv: list[str]) -> Any:
+    """A plan and what follows from it: parameters, FLOPs, matmuls, memory, bytes of collectives."""
     script, ranks, model, *flags = argv
     model, _, changes = model.partition("+")
     family = config(model, **json.loads(changes or "{}")) if model in FAMILIES else None
-    try:
-        plan = plan_of([model, *flags], script, int(ranks), config=family)
-    except UsageError as error:
-        print(error)
-        return
-    work, args = plan.work, [plan.schedule, plan.flex, plan.notes, plan.optimizer]
-    sizes = work.config, work.batch.seq_len
-    counts = [flops_per_token(*sizes, causal, work.pass_type) for causal in (False, True)]
+    plan = plan_of([model, *flags], script, int(ranks), config=family)
+    work, sizes = plan.work, (plan.work.config, plan.work.batch.seq_len)
+    flops = [flops_per_token(*sizes, causal, work.pass_type) for causal in (False, True)]
     fp8 = mock.Mock(n_parameters=1e6, emulated=False) if work.fp8 else None
     on_h100 = mock.Mock(fp8=fp8, device=mock.Mock(roof_bf16_tflops=700.0, roof_fp8_tflops=1200.0))
-    counts += [count_parameters(work.config), matmul_work(on_h100, work)]
+    matmul_flops, ideal_s = matmul_work(on_h100, work)
     lineage = Lineage(id="", name="r", attempt=0, began=0.0, started=0.0)
-    named = re.sub(r"^\d+-\d+-|-\d+$", "", default_name(model, vars(plan.args)))
-    begun = open_result(plan, torch.device("cpu"), None, None, named, lineage)
-    known = {name: value for name, value in begun.metrics if value is not None}
-    for each in (work, *args, counts, plan.traffic, known, begun.texts("information"), named):
-        pprint.pprint(each, width=100, compact=True)
-    for stage in range(work.fsdp.pp):
-        pprint.pprint(estimate_memory(work, pp_rank=stage), width=100)
+    begun = open_result(plan, torch.device("cpu"), None, None, "r", lineage)
+    return {
+        "n": count_parameters(work.config), "palm": flops[0], "causal": flops[1],
+        "matmul": matmul_flops, "ideal_s": ideal_s, "batch": work.batch, "schedule": plan.schedule,
+        "blocks": work.recompute.blocks, "shards": work.fsdp.shards, "layers": work.fsdp.layers,
+        "known": begun.metrics.model_dump(),
+        "memory": [estimate_memory(work, pp_rank=stage) for stage in range(work.fsdp.pp)],
+    }  # fmt: skip
 
 
-def say_model(argv: list[str]) -> None:
-    """Print a config, or what changes of its keys make of it; "absent" removes one.
+def keys_of(name: str) -> dict[str, Any]:
+    """A config of `helpers` or, as `fewest-FAMILY`, one with the fewest keys."""
+    return FAMILIES.get(name) or FEWEST | {"model_type": name.removeprefix("fewest-")}
 
-    The config is one of `helpers` or, as `fewest-FAMILY`, has the fewest keys.
-    """
+
+def say_changes(argv: list[str]) -> None:
+    """Print what changes of a config's keys make of it; "absent" removes one."""
     name, *changes = argv
-    keys = FAMILIES.get(name) or FEWEST | {"model_type": name.removeprefix("fewest-")}
-    plain = parse_config(keys, "x.json")
-    if not changes:
-        pprint.pprint(plain, compact=True)
-    for change in map(json.loads, changes):
-        changed = {k: v for k, v in (keys | change).items() if v != "absent"}
+    plain = parse_config(keys_of(name), "x.json")
+    for change in changes:
+        changed = {k: v for k, v in (keys_of(name) | json.loads(change)).items() if v != "absent"}
         try:
             fields = vars(parse_config(changed, "x.json")).items()
             print({k: v for k, v in fields if v != getattr(plain, k) and k != "raw"})
@@ -271,29 +317,38 @@ def say_model(argv: list[str]) -> None:
 
 
 def show(argv: list[str]) -> None:
-    """Print a result, with some `fields.of.it=JSON` changed, as its run did, and what follows from it."""
+    """Print a result as its run did, and its verdicts; after `fields.of.it=JSON` what is new."""
     path, *changes = argv
-    content = json.loads(Path(path).read_text())
-    for change in changes:
-        name, _, value = change.partition("=")
-        *parts, last = name.split(".")
-        functools.reduce(dict.__getitem__, parts, content)[last] = json.loads(value)
-    result = Result.model_validate(content)
-    print_result(result)
-    for name in ("invalid", "peak_memory", "power_limit_w"):
-        print(name, getattr(result, name))
+
+    def table(*changes: str) -> list[str]:
+        content = json.loads(Path(path).read_text())
+        for change in changes:
+            name, _, value = change.partition("=")
+            *parts, last = name.split(".")
+            functools.reduce(dict.__getitem__, parts, content)[last] = json.loads(value)
+        result = Result.model_validate(content)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            print_result(result)
+            for name in ("invalid", "peak_memory", "power_limit_w"):
+                print(name, getattr(result, name))
+        return [re.sub(" +|-+", " ", line) for line in said.getvalue().splitlines()]
+
+    before = table() if changes else []
+    print(*(line for line in table(*changes) if line not in before), sep="\n")
 
 
-def say_records(argv: list[str]) -> None:
-    """Print all that is read from each file."""
+def read_figures(argv: list[str]) -> Any:
+    """What is read from a file, with these facts of --log."""
     path, *facts = argv
-    for record in read_records([path], print, log_facts(facts, None)):
-        pprint.pprint(dataclasses.replace(record, result=None, steps=[]), width=100, compact=True)
+    return read_records([path], print, log_facts(facts, None))
 
 
-PSEUDO = dict(
-    pairs=say_pairs, plan=say_plan, model=say_model, show=show, read=say_records,
-)  # fmt: skip
+DATA = {
+    "plan": plan_figures,
+    "model": lambda argv: parse_config(keys_of(*argv), "x.json"),
+    "read": read_figures,
+}
+PRINTED = {"pairs": say_pairs, "keys": say_changes, "show": show}
 
 
 def split(text: str) -> tuple[list[str], list[float]]:
@@ -302,10 +357,10 @@ def split(text: str) -> tuple[list[str], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("command", "expected"), [pytest.param(c, o, id=c[:80]) for _, c, o in recorded()]
+    ("file", "command", "expected"), [pytest.param(*row, id=row[1][:80]) for row in recorded()]
 )
-def test_output_is_the_one_on_record(command, expected):
-    words, numbers = split(output_of(command))
+def test_output_is_the_one_on_record(file, command, expected):
+    words, numbers = split(output_of(command, file.name))
     expected_words, expected_numbers = split(expected)
     assert words == expected_words
     # Another CPU adds up otherwise.
@@ -314,10 +369,19 @@ def test_output_is_the_one_on_record(command, expected):
     assert numbers == pytest.approx(expected_numbers, rel=rel)
 
 
-if __name__ == "__main__":
+def main() -> None:
     conftest.invent_a_machine()
     known = recorded()
     for file in sorted(RECORDS.glob("*.txt")):
-        entries = [f"$ {c}\n{output_of(c)}\n" for f, c, *_ in known if f == file]
-        file.write_text("\n".join(entries))
-        print(file.name, len(entries), file=sys.stderr)
+        outputs = [(c, output_of(c, file.name)) for f, c, _ in known if f == file]
+        if file.name == REFUSALS:
+            text = "".join(f"{command} -> {output}\n" for command, output in outputs)
+        else:
+            gap = "" if file.name == FIGURES else "\n"
+            text = gap.join(f"$ {command}\n{output}\n" for command, output in outputs)
+        file.write_text(text)
+        print(file.name, len(outputs), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
