@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if wanted.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., or cpu")
     if wanted.plan:
-        refuse_beside_plan(wanted, parse_words(EstimateArgs, words, "estimate.py"))
+        refuse_beside_plan(parse_words(EstimateArgs, words, "estimate.py"))
         config = load_config(args.config, args.pad_vocab)
         return show_plans(wanted, functools.partial(dataclasses.replace, args), config)
     if "," in wanted.gpu and device_called(wanted.gpu) is None:

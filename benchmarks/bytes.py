@@ -91,7 +91,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import ROOT, parser_of, show
-from benchmarks.peer_models import Titan, build_litgpt, build_nanogpt, compile_blocks
+from benchmarks.peer_models import Titan, build_litgpt, build_nanogpt
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
 from llm_train_bench.model import loss as loss_module
@@ -333,11 +333,12 @@ def summed_loss(logits, labels):
 
 def chunked_loss(model: Titan):
     """A function of tokens and labels to torchtitan's loss, compiled as its training script does."""
-    compile_blocks(model)
+    for block in model.blocks:
+        block.compile(fullgraph=True)
     compiled = torch.compile(summed_loss)
 
     def chunked(tokens, labels):  # eight chunks, each with its backward at once
-        hidden = model.hidden(tokens)
+        hidden = model(tokens)
         whole = torch.zeros_like(hidden, dtype=torch.float32).flatten(0, 1)
         rows = whole.shape[0] // 8
         parts = hidden.detach().flatten(0, 1).split(rows), whole.split(rows)

@@ -4,7 +4,6 @@ import argparse
 import datetime
 import importlib
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -22,7 +21,6 @@ from llm_train_bench.apply.precision import autocast
 from llm_train_bench.base.files import ROOT, locked, write_whole
 from llm_train_bench.base.hardware import devices, own_hardware_file
 from llm_train_bench.base.tables import markdown_table, show_whole
-from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_name
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.init import materialize
@@ -32,9 +30,6 @@ from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
 from llm_train_bench.run.launch import train_planned
 from llm_train_bench.run.provenance import describe_environment
-from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import Script
-from llm_train_bench.settings.plan import make_plan
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 LR, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
@@ -129,16 +124,6 @@ def run_train_apart(*argv: object, script: str = "train.py", out: Path | None = 
             lines = [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
             raise ContestantEnded(lines[-1] if lines else f"exit code {done.returncode}")
         return result_below(out)
-
-
-def median_step(*argv: object, script: str = "train.py") -> float:
-    """Median seconds of a measured step of `SCRIPT ARGV...`, in a process of its own."""
-    return run_train_apart(*argv, script=script).metrics.step_time_median_s or math.nan
-
-
-def work_of(argv: list[str], script: str = "train.py", ranks: int = 1) -> Work:
-    """The work of a step of `SCRIPT ARGV...` on CPUs, as the formulas take it."""
-    return make_plan(parse_args(argv, script), Script(script), ranks, "cpu").work
 
 
 def report(

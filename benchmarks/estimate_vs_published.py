@@ -18,16 +18,15 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
-from llm_train_bench.base.tables import markdown_table, markdown_text, show_whole
+from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.estimate.layout_search import search
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
@@ -190,16 +189,8 @@ def main() -> None:
     parser.add_argument(
         "--plans", action="store_true", help="Hold --plan against published layouts."
     )
-    parser.add_argument(
-        "--commands",
-        action="store_true",
-        help="Write published settings as commands of our scripts.",
-    )
     parser.add_argument("--write", action="store_true", help="Write accuracy.json and the plot.")
     args = parser.parse_args()
-    if args.commands:
-        write_commands(PUBLISHED / "COMMANDS.md")
-        return
     for by, key in (
         ("layout and family", lambda row: f"{kind_of(row)}: {family_of(row['gpu'])}"),
         ("trainer", lambda row: row["trainer"]),
@@ -307,61 +298,6 @@ def show_plans() -> None:
         shown = f"{row['tokens_per_sec_per_gpu']:,.0f}", f"{rates[0]:,.0f}"
         table.add_row(name, *shown, words, f"{rates[1]:,.0f}", place, f"{seconds:.0f}")
     show_whole(table)
-
-
-# torchao's recipe that is nearest to one of others.
-NEAREST = {"current": "tensorwise", "delayed": "tensorwise", "blockwise": "rowwise"}
-
-
-def our_step(row: dict) -> tuple[str, Work] | None:
-    """A published setting as a command of our scripts, and its step; None where they refuse it."""
-    script, config = Script(row["script"]), row["config"]
-    words = row["flags"].split()
-    if not isinstance(config, str) or "lora" in row:
-        return None
-    if "fp8" in row:
-        recipe = NEAREST.get(row["fp8"], row["fp8"])
-        words += ["--use-fp8", "--fp8-backend", "torchao", "--fp8-recipe", recipe]
-        # MXFP8 is not compiled, and every layout has it by torchao.
-        words = [w for w in words if w != "--pt-compile" or recipe != "mxfp8"]
-    argv = [config, "--bsz", str(row["bsz"]), *words, "--seq-len", str(row["seq_len"])]
-    gpu = find_hardware(row["gpu"])
-    try:
-        args = parse_dataclass(Args, [str(ROOT / config), *argv[1:]], script)
-        work = plan_by("ours", args, script, row["gpus"], gpu.platform, None, gpu.memory_gib).work
-    except UsageError:
-        return None
-    return shlex.join(["python", script, *argv]), work
-
-
-def write_commands(path: Path) -> None:
-    """The commands of all published settings that our scripts run, each checked for fit."""
-    columns = "published by, hardware, command, GiB needed, verdict, tokens/s/GPU published"
-    lines: list[Sequence[str]] = []
-    seen, refused = set(), 0
-    for row in published_rows():
-        found = our_step(row)
-        if found is None:
-            refused += 1
-            continue
-        command, work = found
-        if (command, row["gpus"], row["gpu"]) in seen:
-            continue
-        seen.add((command, row["gpus"], row["gpu"]))
-        gpu = find_hardware(row["gpu"])
-        needs, has = estimate_memory(work).on_device(work.world), gpu.memory_gib
-        verdict = verdict_of(needs, has * GIB, work)
-        hardware, shown = f"{row['gpus']} x {row['gpu']}", f"{needs / GIB:.0f} of {has:g}"
-        rate = f"{row['tokens_per_sec_per_gpu']:,.0f}"
-        lines.append((row["source"], hardware, f"`{command}`", shown, verdict, rate))
-    text = (
-        "# Published configurations as commands\n\nWritten by `benchmarks/estimate_vs_published.py "
-        "--commands`. Our scripts cannot run the other "
-        f"{refused} settings, most of them with models that `configs/` does not have. Start each command "
-        "on as many GPUs as it was published for. None has run there yet. FP8 of others is replaced by "
-        "the nearest recipe of torchao. Figures of others are of their own trainers.\n\n"
-    )
-    write_whole(path, text + markdown_text(columns.split(", "), lines) + "\n")
 
 
 def show_memory() -> None:

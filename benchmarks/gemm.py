@@ -97,15 +97,10 @@ def main() -> None:
 
 def roof(rows: list[dict]) -> dict[str, float]:
     """The rates of the best shapes in the formats that have peaks."""
-    medians = {
-        kind: [r["median_tflops"] for r in of] for kind, of in grouped(rows, _format).items()
-    }
+    kinds = grouped(rows, lambda row: row["format"])
+    medians = {kind: [r["median_tflops"] for r in of] for kind, of in kinds.items()}
     rates = best_rates(medians)
     return {name: rate for name, rate in rates.items() if name != "fp32_tflops"}
-
-
-def _format(row: dict) -> str:
-    return row["format"]
 
 
 def keep(part: str, rates: dict[str, float], use: DeviceUse, content: dict, replace: bool) -> None:

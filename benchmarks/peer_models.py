@@ -1,7 +1,7 @@
 """Models of other trainers with our weights, for benchmarks/peers.py and bytes.py.
 
 The real packages: transformers, with Liger too, litgpt, torchtitan, and nanoGPT from a checkout.
-torchtitan needs torch 2.13: for an older one its Llama is rewritten here, and is called so.
+torchtitan needs torch 2.13. bytes.py, which needs torch 2.11, counts its Llama as it is rewritten here.
 """
 
 # pyright: reportMissingImports=false
@@ -23,11 +23,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.llama import modeling_llama as llama
 
-from benchmarks.common import fresh_model
 from llm_train_bench.model.config import ModelConfig, load_config
 
 PLAIN = dict(vars(llama))  # Liger exchanges functions and classes of all models
-REWRITTEN = "torchtitan (rewritten)"
 Loss = Callable[[Callable[..., Any], Tensor, Tensor], Tensor]
 
 
@@ -49,8 +47,7 @@ def peers_of(family: str, nanogpt: str | None, gpu: bool) -> list[str]:
         return ["transformers"] + [f"nanogpt={nanogpt}"] * bool(nanogpt)
     names = ["transformers"] + ["liger"] * bool(gpu and has("liger_kernel"))
     names += ["litgpt"] * bool(has("litgpt"))
-    real = has("torchtitan") and torch.__version__ >= "2.13"
-    return [*names, "torchtitan" if real else REWRITTEN]
+    return names + ["torchtitan"] * bool(has("torchtitan") and torch.__version__ >= "2.13")
 
 
 def load(
@@ -59,10 +56,6 @@ def load(
     """A peer of `peers_of` with the weights of a Hugging Face checkpoint."""
     c, weights = load_config(directory / "config.json"), load_file(directory / "model.safetensors")
     kind, _, checkout = peer.partition("=")
-    if peer == REWRITTEN:
-        model = Titan(c, T).to(device)
-        model.load(fresh_model(directory / "config.json", T, device).state_dict())
-        return Contestant(model, lambda m, x, y: m(x, y), compile_blocks)
     if kind == "nanogpt":
         model = build_nanogpt(c, checkout, device)
         layers = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # theirs are transposed
@@ -89,12 +82,6 @@ def load(
         _apply_liger_kernel_to_instance(model=model)
     more = {"use_cache": False}
     return Contestant(model, lambda m, x, y: m(input_ids=x, labels=x, shift_labels=y, **more).loss)
-
-
-def compile_blocks(model: nn.Module) -> nn.Module:
-    for block in model.get_submodule("blocks").children():
-        block.compile(fullgraph=True)
-    return model
 
 
 def build_litgpt(c: ModelConfig, T: int, device: torch.device | str) -> tuple[Any, Loss]:
@@ -240,7 +227,7 @@ def turned_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Titan(nn.Module):
-    """torchtitan's Llama: (B, T) ids and labels to the mean loss."""
+    """torchtitan's Llama: (B, T) ids to what the head sees."""
 
     def __init__(self, c: ModelConfig, T: int):
         super().__init__()
@@ -253,32 +240,8 @@ class Titan(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(self.hidden(tokens))
-        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids to what the head sees."""
+    def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         return self.norm(x)
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take the parameters of our own model of the same shape."""
-        renamed = {}
-        for name, value in tensors.items():
-            for ours, theirs in NAMES.items():
-                name = name.replace(ours, theirs)
-            if "qkv" in name:
-                turned, rest = value[: -self.c.kv_size], value[-self.c.kv_size :]
-                # Heads whose halves turn against each other, in the order in which neighbours do.
-                turned = turned.unflatten(0, (-1, 2, self.c.head_dim // 2)).transpose(1, 2)
-                value = torch.cat([turned.flatten(0, 2), rest])
-            parts = ("gate", "up") if "gate_up" in name else ("gate_up",)
-            for part, rows in zip(parts, value.chunk(len(parts)), strict=True):
-                renamed[name.replace("gate_up", part)] = rows
-        self.load_state_dict(renamed)
-
-
-NAMES = {"attn_norm": "norm_1", "mlp_norm": "norm_2", "attn.": "", "mlp.": "", "lm_head": "head"}

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import statistics
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from llm_train_bench.formulas.speed_model import (
     slowest_node,
     surroundings,
 )
-from llm_train_bench.formulas.step_events import Clock, Event, lay_out
+from llm_train_bench.formulas.step_events import Clock, lay_out
 from llm_train_bench.formulas.work import Trainer
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.config import load_config, parse_config
@@ -498,13 +499,6 @@ def test_a_plan_s_best_is_what_the_estimate_says_of_it(output_of, estimated):
     assert e["tokens_per_sec_per_gpu"] == pytest.approx(rates[0], abs=1)
 
 
-def test_days_tell_how_many_gpus(output_of):
-    base = f"{LLAMA} --gpu h100 --plan --tokens 1e12"
-    out = output_of(estimate.main, base, "--days 60")
-    assert out.startswith("16 x ") and float(rows_of_plan(out)[0][3]) <= 60
-    assert float(rows_of_plan(output_of(estimate.main, base, "--gpus 8"))[0][3]) > 60
-
-
 def changes_of(text):
     """The changes that would fit, each with its memory [GiB]."""
     found = re.findall(r"^(?:would|may) fit: (.*): ([\d.]+) GiB", text, flags=re.M)
@@ -674,7 +668,7 @@ def test_speed_moves_the_right_way():
     # A tiny model waits for the host, unless CUDA graphs launch for it.
     tiny = speed("gpt2-tiny", 256)
     graphs = speed("gpt2-tiny", 256, "--pt-compile --compile-mode reduce-overhead")
-    assert tiny.step_s == pytest.approx(tiny.host_s + tiny.parts["optimizer"])
+    assert tiny.parts["waiting for the host"] > 0.5 * tiny.step_s
     assert graphs.step_s < 0.5 * tiny.step_s
 
 
@@ -846,15 +840,38 @@ def test_measured_here_against_the_formula(tmp_path):
         assert getattr(e, name) / 2**30 == pytest.approx(memory[f"{name}_gib"], rel=0.1), name
 
 
+class Event(NamedTuple):
+    """Something that a group of like ranks does on one of its streams; seconds from the step's start."""
+
+    group: int
+    stream: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Recorder(Clock):
+    """Keeps the events."""
+
+    def __init__(self, one_stream, slowest):
+        super().__init__(one_stream)
+        self.slowest, self.events = slowest, []
+
+    def run(self, group, stream, name, seconds, after=0.0):
+        end = super().run(group, stream, name, seconds, after)
+        if seconds:
+            used = "compute" if self.one_stream else stream
+            times = self.slowest * (end - seconds), self.slowest * end
+            self.events.append(Event(group, used, name, *times))
+        return end
+
+
 def timeline(work, gpu) -> tuple[list[Event], float]:
     """All events of a step, and its seconds; an estimate lays out a few and repeats the last ones."""
     pieces = [group_pieces(work, gpu, group)[0] for group in range(work.fsdp.pp)]
-    events: list[Event] = []
-    clock = Clock(gpu.platform == "cpu", events)
+    clock = Recorder(gpu.platform == "cpu", slowest_node(work, gpu))
     seconds = lay_out(work, pieces, surroundings(work, gpu), clock).seconds
-    slowest = slowest_node(work, gpu)
-    times = [(e, slowest * e.start_s, slowest * e.end_s) for e in events]
-    return [dataclasses.replace(e, start_s=s, end_s=t) for e, s, t in times], seconds * slowest
+    return clock.events, seconds * clock.slowest
 
 
 @pytest.mark.parametrize(("script", "gpus", "model", "flags"), STEPS, ids=lambda v: str(v)[:40])
@@ -942,14 +959,12 @@ def test_what_other_trainers_keep(estimated):
     assert 0.5 < theirs / ours < 0.8
 
 
-def test_a_plan_for_any_number_of_gpus_at_any_price(output_of, estimated):
-    """Six GPUs, a price, a name with a comma, JSON; days that nothing reaches end with 4."""
+def test_a_plan_for_any_number_of_gpus_at_any_price(estimated):
+    """Six GPUs, a price, a name with a comma, JSON."""
     base = "configs/gpt2-1.5b.json --plan --tokens 1e10"
     gpu = ["--gpu", "GH200 96GB, four a node"]
     (plan,) = estimated(base, gpu, "--gpus 6 --usd-per-hour 2").values()
     assert plan["samples"] % 6 == 0 and len(plan["best"]) >= 5
-    out = output_of(estimate.main, base, "--gpu h100 --days 1e-6 --per-node 262144", code=4)
-    assert "even 1,048,576 GPUs take longer than 1e-06 days" in out
 
 
 def test_changes_that_would_fit_keep_what_other_trainers_do(output_of, estimated):

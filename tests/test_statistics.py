@@ -1,8 +1,10 @@
 """Statistics of step times and the figures made of them."""
 
+import collections
 import dataclasses
 import functools
 import math
+import random
 import re
 import time
 import types
@@ -11,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gate import answers
 from llm_train_bench.compare.gate import answer, what_settles
 from llm_train_bench.compare.setting import ratio_interval, settle
 from llm_train_bench.formulas import time_statistics as ts
@@ -107,9 +108,19 @@ def test_a_true_difference_is_found_as_often_as_welch_s_test_can():
     assert 0.58 <= np.mean(certain) <= 0.75  # the bootstrap found 42 to 45 %
 
 
+def answers(noise, before, now, loss, trials):
+    """Share of each answer, for baselines of `before` runs and `now` later ones that lost so much."""
+    chance, counted = random.Random(f"0 {noise} {before} {now} {loss}"), collections.Counter()
+    for _ in range(trials):
+        later = ts.mean_of([(1 - loss) * chance.gauss(1.0, noise) for _ in range(now)])
+        baseline = ts.mean_of([chance.gauss(1.0, noise) for _ in range(before)])
+        counted[answer(later, baseline, 0.05)] += 1 / trials
+    return counted
+
+
 @pytest.mark.parametrize(("before", "now"), [(1, 3), (3, 1), (3, 3), (5, 5)])
 def test_the_gate_s_answers_are_seldom_wrong(before, now):
-    """The short form of benchmarks/gate.py."""
+    """Runs differ by normal noise; the loss is 2 % beyond the tolerance (docs/COMPARE.md)."""
     for noise in (0.005, 0.03):
         lost, same = (answers(noise, before, now, loss, 300) for loss in (0.07, 0.0))
         assert lost["ok"] <= 0.02 and same["SLOWER"] <= 0.02

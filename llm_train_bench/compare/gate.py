@@ -31,7 +31,7 @@ from llm_train_bench.results.remarks import drift_remark
 PLAUSIBLE_GAIN = 0.25
 
 WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
-# benchmarks/gate.py shows the errors: a loss of 2 % beyond the tolerance passes in under 1 % of
+# Chosen by simulation (docs/COMPARE.md): a loss of 2 % beyond the tolerance passes in under 1 % of
 # cases, and no loss is called one in under 1 %.
 CONFIDENCE = Confidence(faster=0.99, slower=0.93)
 MOST_RUNS = 30

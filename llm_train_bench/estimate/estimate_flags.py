@@ -26,7 +26,6 @@ class EstimateFlags:
     calibrate: Correct the estimate by the measurements in a run's result.json.
     plan: Find the fastest layout, recomputation, micro batch and FP8 setting, for one or several kinds
         of GPU, as in --gpu h100,mi300x.
-    days: With --plan and --tokens: find the number of GPUs that finish in this many days.
     json: Print JSON instead of tables.
     """
 
@@ -39,7 +38,6 @@ class EstimateFlags:
     trainer: str = flag("ours", metavar="NAME")
     calibrate: str | None = flag(None, metavar="RESULT")
     plan: bool = flag(False)
-    days: float | None = flag(None, above=0, needs="plan")
     json: bool = flag(False)
 
 

@@ -37,7 +37,7 @@ compile_mode ddp_mode zero1
 """.split()
 
 
-def refuse_beside_plan(wanted: EstimateFlags, given: Mapping[str, Any]) -> None:
+def refuse_beside_plan(given: Mapping[str, Any]) -> None:
     """UsageError for a flag that --plan ignores, among those on the command line."""
     for name in ("calibrate", "parallel"):
         if name in given:
@@ -49,10 +49,6 @@ def refuse_beside_plan(wanted: EstimateFlags, given: Mapping[str, Any]) -> None:
         raise UsageError("--plan is for compiled steps; leave out --linear te")
     if given.get("pass_type", "step") != "step":
         raise UsageError("--plan is for training steps; leave out --pass-type")
-    if wanted.days and "gpus" in given:
-        raise UsageError("--days finds how many GPUs it takes; leave out --gpus")
-    if wanted.days and not wanted.tokens:
-        raise UsageError("--days needs --tokens: the days of how long a training?")
 
 
 def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: ModelConfig) -> int:
@@ -63,7 +59,13 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
     find_trainer(wanted.trainer)
     plain = changed()
     batch, price = plain.part(BatchFlags), plain.part(PeakFlags).usd_per_hour
-    seq_len = resolve_seq_len(batch.seq_len, config)
+    seq_len, gpus = resolve_seq_len(batch.seq_len, config), wanted.gpus
+    # About four million tokens, in as many samples for each GPU.
+    each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
+    sizes = {"global_bsz": batch.global_bsz or gpus * each, "seq_len": seq_len}
+    usual, learnt = defaults(Args), of_kind(LEARNT, SPEED) - {*CHOSEN, "seq_len"}
+    given = {k: v for k, v in vars(plain).items() if k in learnt and v != usual[k]}
+    flags = " ".join([config.path, "--seq-len", str(seq_len), "--pt-compile", *to_argv(given)])
     names = wanted.gpu or ""
     content, enough = {}, False
     names = [names] if device_called(names) else filter(None, map(str.strip, names.split(",")))
@@ -74,49 +76,32 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
             args, has = changed(pt_compile=True, **flags), (gpu.memory_gib, gpu.native_amp)
             return plan_by(wanted.trainer, args, script, n, gpu.platform, config, *has).work
 
-        gpus = gpu.per_node if wanted.days else wanted.gpus
-        while True:
-            # About four million tokens, in as many samples for each GPU.
-            each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
-            samples = batch.global_bsz or gpus * each
-            sizes = {"global_bsz": samples, "seq_len": seq_len}
-            best, tried, lost = search(config, gpu, gpus, sizes, make)
-            rate = best[0].tokens_per_sec if best else 0.0
-            days = wanted.tokens / rate / 86400 if rate and wanted.tokens else math.inf
-            reached = bool(best) and days <= (wanted.days or math.inf)
-            if reached or not wanted.days or 2 * gpus > 2**20:
-                break
-            gpus *= 2
-        enough |= reached
+        best, tried, lost = search(config, gpu, gpus, sizes, make)
+        enough |= bool(best)
         if wanted.json:
             layouts = [dataclasses.asdict(x) | {"words": x.words(wanted.trainer)} for x in best]
-            plan = {"gpus": gpus, "samples": samples, "best": layouts, "lost": lost}
+            plan = {"gpus": gpus, "samples": sizes["global_bsz"], "best": layouts, "lost": lost}
             content[gpu.name] = plan
             continue
-        usual, learnt = defaults(Args), of_kind(LEARNT, SPEED) - {*CHOSEN, "seq_len"}
-        given = {k: v for k, v in vars(plain).items() if k in learnt and v != usual[k]}
-        flags = " ".join([config.path, "--seq-len", str(seq_len), "--pt-compile", *to_argv(given)])
         print(
-            f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {tried} "
+            f"{gpus} x {gpu.name}, {sizes['global_bsz']} samples of {seq_len} tokens a step; {tried} "
             f"settings, each with {flags}:"
         )
-        show_layouts(best, lost, gpu, gpus, wanted)
-        if wanted.days and best and not reached:
-            print(f"even {gpus:,} GPUs take longer than {wanted.days:g} days: {days:,.1f}")
+        show_layouts(best, lost, gpu, wanted)
     if wanted.json:
         print(json.dumps(content, indent=1))
     return 0 if enough else 4
 
 
 def show_layouts(
-    best: list[Layout], lost: dict[str, int], gpu: Hardware, gpus: int, wanted: EstimateFlags
+    best: list[Layout], lost: dict[str, int], gpu: Hardware, wanted: EstimateFlags
 ) -> None:
     """One kind of GPU's ten best, with time, memory and cost."""
     table = markdown_table("setting", "tokens/s/GPU", "GiB", "days", "US$", "largest loss")
     for layout in best:
         days = wanted.tokens and wanted.tokens / layout.tokens_per_sec / 86400
-        usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * gpus
-        rate, memory = layout.tokens_per_sec / gpus, layout.memory / BYTES_PER_GIB
+        usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * wanted.gpus
+        rate, memory = layout.tokens_per_sec / wanted.gpus, layout.memory / BYTES_PER_GIB
         need = f"{memory:,.1f}" + ("" if layout.verdict == VERDICTS[0] else ", may not fit")
         cells = (f"{rate:,.0f}", need, number(days, ",.1f"), number(usd, ",.0f"))
         table.add_row(layout.words(wanted.trainer), *cells, layout.loss())

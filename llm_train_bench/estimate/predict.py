@@ -83,8 +83,9 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     def whole(bsz: int) -> float:
         return estimate_memory(work.with_micro_batch(bsz), on_gpu).on_device(world)
 
-    memory, needed = estimate_memory(work, on_gpu), whole(batch.micro_batch)
-    limit = gpu.memory_gib * BYTES_PER_GIB
+    memory, limit = estimate_memory(work, on_gpu), gpu.memory_gib * BYTES_PER_GIB
+    needed = memory.on_device(world)
+    verdict = verdict_of(needed, limit, work)
     speed = estimate_speed(work, gpu)
     per_second = batch.tokens_per_step / speed.step_s
     flops = step_flops_per_token(work, causal=False)
@@ -102,8 +103,8 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         memory=memory,
         memory_outside=needed - memory.peak,
         memory_limit=limit,
-        fits=verdict_of(needed, limit, work) != VERDICTS[2],
-        verdict=verdict_of(needed, limit, work),
+        fits=verdict != VERDICTS[2],
+        verdict=verdict,
         largest_bsz=largest_batch(whole, sure_part(work) * limit),
         step_s=speed.step_s,
         parts_s=speed.parts,
@@ -128,7 +129,7 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     if not isinstance(config, str | os.PathLike) or not isinstance(gpu, str):
         raise UsageError("estimate_step: config must be a path, and gpu a str")
     asked = {"gpu": gpu} | flags
-    for name in ("plan", "days", "calibrate", "json"):
+    for name in ("plan", "calibrate", "json"):
         if name in asked:
             raise UsageError(f"estimate_step: {name} is only for estimate.py")
     words = [os.fspath(config), *to_argv(asked)]
@@ -171,7 +172,7 @@ def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]
         raise UsageError(f"{where} is no result.json of a run") from None
     if not result.ours:
         raise UsageError(f"{where} is of another loop; use a run of {' or '.join(Script)}")
-    # One slow step says nothing of the device: the median, as in benchmarks/calibration.py.
+    # The median: one slow step says nothing of the device.
     measured, script = result.metrics.step_time_median_s, Script(result.entrypoint)
     if not measured:
         raise UsageError(f"{where} has no measured step; use a run that was completed")

@@ -37,12 +37,8 @@ def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
     """Bytes that a rank hands to collectives in a step, by kind; `pp_rank`: its pipeline group."""
     shapes, adapters = parameter_shapes(work.config), adapter_shapes(work)
     if work.fsdp:
-        shapes |= adapters
-    elif adapters:
-        shapes = adapters
-    if work.fsdp:
-        return fsdp_bytes(shapes, work, pp_rank) if work.world > 1 else {}
-    return ddp_bytes(shapes, work) if work.ddp else {}
+        return fsdp_bytes(shapes | adapters, work, pp_rank) if work.world > 1 else {}
+    return ddp_bytes(adapters or shapes, work) if work.ddp else {}
 
 
 def adapter_shapes(work: Work) -> dict[str, tuple[int, ...]]:
@@ -248,10 +244,10 @@ def end_moves(work: Work, layers: Collection[int]) -> Iterator[TokenMoves]:
     if fsdp.tp == 1:
         return
     size = work.gathered_tokens * config.hidden_size * work.matmul_bytes
-    gathers, reductions = last * heads + embeds * back, embeds + last * heads * back
-    yield TokenMoves("tp", "all_gather", gathers, size, fsdp.tp, 1)
-    yield TokenMoves("tp", "reduce_scatter", reductions, size, fsdp.tp, 1)
-    yield TokenMoves("tp", "all_reduce", last * heads, 12 * work.gathered_tokens, fsdp.tp, 1)
+    move = functools.partial(TokenMoves, "tp", ranks=fsdp.tp, apart=1)
+    yield move("all_gather", last * heads + embeds * back, size)
+    yield move("reduce_scatter", embeds + last * heads * back, size)
+    yield move("all_reduce", last * heads, 12 * work.gathered_tokens)
 
 
 def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
@@ -263,15 +259,14 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     are the mean over ranks (`tokens_sent`): a rank sends back what it got.
     """
     fsdp, config, w, own = work.fsdp, work.config, work.matmul_bytes, work.own_tokens
-    again = layer in work.recompute.blocks and work.recompute.policy == "block" and work.trains
+    checkpointed = layer in work.recompute.blocks and work.trains
+    again = checkpointed and work.recompute.policy == "block"
     back = int(work.trains)
     passes = 1 + back + again
-    # What no policy keeps.
-    repeats = int(
-        layer in work.recompute.blocks and work.trains and work.recompute.policy != "cheap"
-    )
+    repeats = int(checkpointed and work.recompute.policy != "cheap")  # what no policy keeps
     experts = config.experts if config.has_experts(layer) else NO_EXPERTS
     if fsdp.tp > 1:
+        move = functools.partial(TokenMoves, "tp", ranks=fsdp.tp, apart=1)
         gathered = own * fsdp.tp * config.hidden_size * w
         mixes = layer not in config.mlp_alone
         follows = layer not in config.mixer_alone and bool(not experts or experts.shared_size)
@@ -281,29 +276,25 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         inputs = [config.hidden_size] * places
         if mixes and (m := config.latent) and layer not in config.recurrent.layers:
             inputs = [m.q_rank or config.hidden_size, m.kv_rank] + [config.hidden_size] * follows
-            yield TokenMoves(
-                "tp", "all_gather", 1 + repeats, own * fsdp.tp * m.rope_dim * w, fsdp.tp, 1
-            )
-            yield TokenMoves(
-                "tp", "reduce_scatter", back, own * fsdp.tp * m.rope_dim * w, fsdp.tp, 1
-            )
-        yield TokenMoves("tp", "all_gather", places * back, gathered, fsdp.tp, 1)
+            yield move("all_gather", 1 + repeats, own * fsdp.tp * m.rope_dim * w)
+            yield move("reduce_scatter", back, own * fsdp.tp * m.rope_dim * w)
+        yield move("all_gather", places * back, gathered)
         for width in inputs:
             size = own * fsdp.tp * width * w
-            yield TokenMoves("tp", "all_gather", 1 + repeats, size, fsdp.tp, 1)
+            yield move("all_gather", 1 + repeats, size)
             if work.keeps_shards:
-                yield TokenMoves("tp", "all_gather", back, size, fsdp.tp, 1, beside=True)
-            yield TokenMoves("tp", "reduce_scatter", back, size, fsdp.tp, 1, work.keeps_shards)
+                yield move("all_gather", back, size, beside=True)
+            yield move("reduce_scatter", back, size, beside=work.keeps_shards)
         if mixes and config.whole_qk_norm:  # mean squares of queries and keys, in fp32
-            yield TokenMoves("tp", "all_reduce", passes, 8 * work.gathered_tokens, fsdp.tp, 1)
+            yield move("all_reduce", passes, 8 * work.gathered_tokens)
         # A recomputation stops before the last reduction, unless a norm or experts come after it.
         last = config.ends_with_norm(layer)
         repeated = (mixes and (last or layer not in config.mixer_alone)) + (
             follows and (last or experts.shared_size > 0)
         )
-        reductions = places + again * repeated
-        yield TokenMoves("tp", "reduce_scatter", reductions, gathered, fsdp.tp, 1)
+        yield move("reduce_scatter", places + again * repeated, gathered)
     if fsdp.cp > 1:
+        move = functools.partial(TokenMoves, "cp", ranks=fsdp.cp, apart=fsdp.tp)
         tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
         kv_heads = heads if config.latent else work.kv_heads
         kv = kv_heads * (config.head_dim + config.value_dim)
@@ -316,26 +307,23 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
             widths, kv = (), 0
         if fsdp.ulysses:
             for width in widths:
-                yield TokenMoves("cp", "all_to_all", passes, tokens * width * w, fsdp.cp, fsdp.tp)
+                yield move("all_to_all", passes, tokens * width * w)
         elif kv:
             size = tokens * fsdp.cp * kv * w
-            yield TokenMoves("cp", "all_gather", 1 + again, size, fsdp.cp, fsdp.tp)
-            yield TokenMoves("cp", "reduce_scatter", back, size, fsdp.cp, fsdp.tp)
+            yield move("all_gather", 1 + again, size)
+            yield move("reduce_scatter", back, size)
     for back_pass, number, kind in _scales_reduced(work, layer):
         calls = back if back_pass else 1 + again
         ranks, apart = (fsdp.tp, 1) if kind == "tp" else (fsdp.cp, fsdp.tp)
         yield TokenMoves(kind, "all_reduce", calls, 4 * number, ranks, apart)
     if experts and fsdp.ep > 1:
+        move = functools.partial(TokenMoves, "ep", "all_to_all", ranks=fsdp.ep, apart=1)
         sent = own * tokens_sent(work)
-        rows = round(sent * (experts.latent or config.hidden_size) * w)
-        yield TokenMoves("ep", "all_to_all", 2 * passes, rows, fsdp.ep, 1)
+        yield move(2 * passes, round(sent * (experts.latent or config.hidden_size) * w))
         # Choices of experts and their weights.
-        chosen = round(sent * 2 * experts.per_token * 4)
-        yield TokenMoves("ep", "all_to_all", passes, chosen, fsdp.ep, 1)
+        yield move(passes, round(sent * 2 * experts.per_token * 4))
         if not (work.balanced or fsdp.ep_capacity):  # or it is always the same
-            yield TokenMoves(
-                "ep", "all_to_all", 1 + again * work.compiled, 16 * fsdp.ep, fsdp.ep, 1
-            )
+            yield move(1 + again * work.compiled, 16 * fsdp.ep)
     if experts.aux_loss and work.trains:
         yield TokenMoves("ep", "all_reduce", 1 + repeats, 4 * experts.number, fsdp.ranks, 1)
 

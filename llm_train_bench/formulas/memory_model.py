@@ -423,9 +423,8 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     tp, cp, d = fsdp.tp, fsdp.cp, config.hidden_size
     heads, a, kv = config.num_attention_heads / tp, config.query_size / tp, work.kv_size
     values = heads * config.value_dim
-    other = 4 * heads + (
-        d / _input_shards(work) if te else 0
-    )  # log-sum-exp; inputs of one byte each in FP8
+    # Log-sum-exp; inputs of one byte each in FP8.
+    other = 4 * heads + (d / _input_shards(work) if te else 0)
     numbers = d / _input_shards(work) if _keeps_inputs(work) and not te else 0
     other += _pairs_kept(work) / work.gathered_tokens
     in_blocks = _blocks_kept(work)  # in the place of q, k and v
@@ -434,12 +433,8 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     if m := config.latent:
         # Narrow layers and norms around them are for own tokens; all have the rotated part of keys.
         low = (2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim) / _input_shards(work)
-        numbers += (
-            low
-            + m.rope_dim * (tp > 1)
-            + (in_blocks or a + heads * (m.nope_dim + m.value_dim) + a)
-            + values
-        )
+        heads_kept = in_blocks or a + heads * (m.nope_dim + m.value_dim) + a
+        numbers += low + m.rope_dim * (tp > 1) + heads_kept + values
         other += 4 * 2
         if cp > 1 and not in_blocks:  # what was exchanged in place of what was sent
             numbers += values - heads * m.nope_dim
@@ -482,13 +477,8 @@ def _pairs_kept(work: Work) -> float:
     """Bytes of probabilities in fp32 that PyTorch's attention without a fused kernel keeps."""
     if work.attention != "math":
         return 0.0
-    return (
-        4
-        * work.config.num_attention_heads
-        / work.fsdp.tp
-        * work.batch.seq_len
-        * work.gathered_tokens
-    )
+    heads = work.config.num_attention_heads
+    return 4 * heads / work.fsdp.tp * work.batch.seq_len * work.gathered_tokens
 
 
 def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
@@ -597,10 +587,8 @@ def offloaded_bytes(work: Work, layers: Iterable[int]) -> float:
 
 def _kept_here(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
     """Bytes of them that are on the device at a time: of a block in backward, and of the one before."""
-    return min(
-        2 * max(_kept(work, [layer], fused_norm) for layer in layers),
-        _kept(work, layers, fused_norm),
-    )
+    block = max(_kept(work, [layer], fused_norm) for layer in layers)
+    return min(2 * block, _kept(work, layers, fused_norm))
 
 
 def _backward_buffers(work: Work, layer: int) -> float:

@@ -55,8 +55,6 @@ class SpeedEstimate:
     """
 
     step_s: float
-    host_s: float
-    """Launching all kernels."""
     parts: dict[str, float]
 
 
@@ -82,7 +80,7 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
         "hidden communication": hidden if hidden > 1e-12 else 0.0,
         "slowest node": laid.seconds * (slowest - 1),
     }
-    return SpeedEstimate(laid.seconds * slowest, micro_steps * pieces[pace].host_s, parts)
+    return SpeedEstimate(laid.seconds * slowest, parts)
 
 
 def least_time(work: Work, gpu: Hardware) -> float:
@@ -143,7 +141,6 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
         units,
         _optimizer_time(work, held, gpu),
         after,
-        host,
     )
     idle = micro - computed
     return pieces, {
@@ -236,17 +233,17 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
         each = sum(muon_flops(n, k) for n, k in config.block_shapes(same[0]).values())
         each += config.experts.number * sum(muon_flops(n, k) for n, k in experts) if experts else 0
         flops += len(same) * each
-    rate = (
-        (gpu.measured_bf16_tflops or gpu.bf16_tflops * c.bf16_of_peak)
-        * 1e12
-        * c.level
-        * c.sustained
-    )
+    rate = _bf16_tflops(gpu) * 1e12 * c.level * c.sustained
     ranks = work.fsdp.shards if work.fsdp else 1
     shapes = parameter_shapes(config)
     size = 2 * muon_numbers(shapes, work, 0) if ranks > 1 else 0.0
     moving = 2 * collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
     return flops / ranks / rate + moving
+
+
+def _bf16_tflops(gpu: Hardware) -> float:
+    """The rate of large matmuls in bf16, measured or by the usual part of the peak."""
+    return gpu.measured_bf16_tflops or gpu.bf16_tflops * gpu.constants.bf16_of_peak
 
 
 def slowest_node(work: Work, gpu: Hardware) -> float:
@@ -337,7 +334,7 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
     elif work.amp == "off" and not work.tf32:
         rate = gpu.fp32_tflops * c.fp32_of_peak
     else:
-        rate = gpu.measured_bf16_tflops or gpu.bf16_tflops * c.bf16_of_peak
+        rate = _bf16_tflops(gpu)
         rate /= 2 if work.amp == "off" else 1  # TF32 has half the rate
     efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
@@ -433,14 +430,10 @@ def block_bytes(work: Work, layer: int) -> float:
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
     if layer in config.mlp_alone:
         heads = 0
-    if (
-        work.attention == "math"
-    ):  # pairs of tokens: scores, softmax, and their sums, read and written
+    if work.attention == "math":  # scores, softmax, and their sums, read and written
         heads += 6 * config.num_attention_heads / tp * work.batch.seq_len
     elements = norms * work.own_tokens + heads * work.gathered_tokens
-    if (
-        layer in config.recurrent.layers
-    ):  # what is kept is written once, and read by what comes next
+    if layer in config.recurrent.layers:  # what is kept is written, and read by what comes next
         numbers, others = states_kept(work)
         elements = norms * work.own_tokens + 2 * (numbers + others / w)
     if layer in config.mixer_alone:

@@ -18,21 +18,10 @@ PASSES = ("forward", "backward", "weights of")
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
-    """Something that a group of like ranks does on one of its streams; seconds from the step's start."""
-
-    group: int
-    stream: str
-    name: str
-    start_s: float
-    end_s: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Pieces:
     """Seconds of what a group does: forward and backward of blocks, head, collectives of units.
 
-    `after` follows the optimizer. `host_s` is for launching a micro batch's kernels.
+    `after` follows the optimizer.
     """
 
     forward: dict[int, float]
@@ -41,7 +30,6 @@ class Pieces:
     units: dict[int, tuple[float, float]]
     optimizer: float
     after: float
-    host_s: float
 
     @functools.cached_property
     def computing(self) -> float:
@@ -69,23 +57,19 @@ class Laid:
 
 
 class Clock:
-    """When each stream of each group is free, and how long it was busy. It may collect the events."""
+    """When each stream of each group is free, and how long it was busy."""
 
-    def __init__(self, one_stream: bool, events: list[Event] | None = None):
+    def __init__(self, one_stream: bool):
         self.one_stream = one_stream  # a CPU, where exchanges take the cores that compute
-        self.events = events
         self.free: dict[tuple[int, str], float] = defaultdict(float)
         self.busy: dict[tuple[int, str], float] = defaultdict(float)
 
     def run(self, group: int, stream: str, name: str, seconds: float, after: float = 0.0) -> float:
         """Put an event on a stream, no earlier than `after`; returns its end."""
         key = group, ("compute" if self.one_stream else stream)
-        start = max(after, self.free[key])
-        if self.events is not None and seconds:
-            self.events.append(Event(group, key[1], name, start, start + seconds))
-        self.free[key] = start + seconds
+        self.free[key] = max(after, self.free[key]) + seconds
         self.busy[group, stream] += seconds
-        return start + seconds
+        return self.free[key]
 
 
 def lay_out(work: Work, pieces: list[Pieces], around: Around, clock: Clock) -> Laid:

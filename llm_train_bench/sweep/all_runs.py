@@ -3,14 +3,7 @@
 import itertools
 
 from llm_train_bench.settings.plan import Platform
-from llm_train_bench.sweep.cell_runs import (
-    CellRow,
-    Rows,
-    cell_key,
-    outcome,
-    refuse_foreign_row,
-    run_cell,
-)
+from llm_train_bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
 from llm_train_bench.sweep.duration import Durations, duration_text
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import Cell
@@ -29,7 +22,6 @@ def run_all(
     measured = []
     for cell, _, key in keyed:
         if row := rows.rows.get(key):
-            refuse_foreign_row(row, rows.path)
             durations.add(cell, row)
             measured.append(row)
     todo = [(cell, repeat) for cell, repeat, key in keyed if key not in rows.rows]

@@ -19,32 +19,25 @@ from typing import Any
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import UsageError, one_line, printable, printable_data
 from llm_train_bench.base.files import ROOT, write_whole
-from llm_train_bench.base.machine import (
-    cpu_multiplies,
-    cpu_name,
-    detect_platform,
-    installed_version,
-)
+from llm_train_bench.base.machine import cpu_name, detect_platform, installed_version
 from llm_train_bench.model.config import ConfigError, load_config, model_name
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
-from llm_train_bench.settings.flags import Args, defaults
-from llm_train_bench.sweep.experiment import Flags
 from llm_train_bench.sweep.grid import Cell
 
 CellRow = dict[str, Any]
 
 
 def cell_key(cell: Cell, repeat: int | str) -> str:
-    """A setting's name, the same in every sweep with one PyTorch: model, hash, number of the repeat."""
-    flags = dict(cell.flags)
-    details = [] if "bsz" in flags else [f"bsz {defaults(Args)['bsz']}"]  # it was 8 once
-    cpu = "cpu" in (flags.get("device"), detect_platform())
-    if "amp" not in flags and cpu and not cpu_multiplies("bf16"):
-        details.append("amp off")  # it was bf16 once
-    details += [f"{name}={value}" for name, value in sorted(cell.environment)]
+    """A setting's name, the same in every sweep with one PyTorch: model, hash, number of the repeat.
+
+    Another CPU has other names: its speed is not this machine's.
+    """
+    details = [f"{name}={value}" for name, value in sorted(cell.environment)]
     details.append(f"torch {installed_version('torch')}")
+    if "cpu" in (dict(cell.flags).get("device"), detect_platform()):
+        details.append(cpu_name())
     text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *details])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{model_name(cell.config)}-{digest}-{repeat}"
@@ -112,16 +105,6 @@ def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
         "key": cell_key(cell, repeat), "repeat": repeat, "script": cell.script,
         "model": model_name(cell.config), "flags": dict(cell.flags), "seq_len": cell.seq_len,
         "axes": {name: dict(cell.flags).get(name) for name in cell.axes}}  # fmt: skip
-
-
-def refuse_foreign_row(row: CellRow, path: Path) -> None:
-    """UsageError for a row of another CPU: its speed is not this machine's."""
-    hardware = row.get("hardware") or ""
-    if hardware.endswith((" core)", " cores)")) and hardware != cpu_name():
-        raise UsageError(
-            f"{path}: has rows of {hardware}, and this machine is {cpu_name()}; choose another "
-            "--output-dir"
-        )
 
 
 def outcome(row: CellRow) -> str:
@@ -213,17 +196,6 @@ def _is_whole(row: Any) -> bool:
     times = row.get("step_times_s", [])
     whole = figure(row.get("tokens_per_sec")) and isinstance(times, list) and times
     return row["status"] != "ok" or bool(whole and all(map(figure, times)))
-
-
-def probe(cell: Cell, flags: Flags, rows: "Rows", timeout_s: float, what: str) -> CellRow:
-    """The row of a short run of a setting, run now unless it was; a line on the screen says of `what`."""
-    short = cell.with_flags(flags)
-    key = cell_key(short, "probe")
-    if key not in rows.rows:
-        rows.add(run_cell(short, "probe", rows.path.parent, timeout_s))
-    row = rows.rows[key]
-    print(f"  {what}: {outcome(row)}  {cell.label()}", flush=True)
-    return row
 
 
 class Rows:

@@ -12,7 +12,7 @@ from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.flags import Args, defaults
 from llm_train_bench.settings.plan import Platform
-from llm_train_bench.sweep.cell_runs import Rows, probe
+from llm_train_bench.sweep.cell_runs import Rows, cell_key, outcome, run_cell
 from llm_train_bench.sweep.duration import work_on
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import Cell
@@ -27,7 +27,7 @@ def tune(
 ) -> list[tuple[Cell, int]]:
     """The runs that confirm the winner of each model and length: the two best, in turn, REPEATS times.
 
-    Each short run is a row (`probe`), so a sweep that was killed goes on.
+    Each short run is a row, so a sweep that was killed goes on.
     """
     runs: list[tuple[Cell, int]] = []
     for members in grouped(cells, lambda c: (c.config, dict(c.flags).get("seq_len"))).values():
@@ -77,12 +77,16 @@ def halved(field: list[Cell], e: Experiment, rows: Rows) -> list[Cell]:
 
 
 def _short(cell: Cell, steps: int, e: Experiment, rows: Rows) -> float:
-    """Tokens/s of a short run, 0 where it failed."""
+    """Tokens/s of a short run, which runs now unless it did; 0 where it failed."""
     flags = dict(cell.flags)
     steps = min(steps, flags.get("n_steps", defaults(Args)["n_steps"]))
     warmup = min(SHORT_WARMUP, flags.get("warmup_steps", SHORT_WARMUP))
     if flags.get("pt_compile"):  # its first steps compile
         warmup = 3
-    short = {"n_steps": steps, "warmup_steps": warmup, "no_tensorboard": True}
-    row = probe(cell, short, rows, e.timeout_s, f"{steps} steps")
+    short = cell.with_flags({"n_steps": steps, "warmup_steps": warmup, "no_tensorboard": True})
+    key = cell_key(short, "probe")
+    if key not in rows.rows:
+        rows.add(run_cell(short, "probe", rows.path.parent, e.timeout_s))
+    row = rows.rows[key]
+    print(f"  {steps} steps: {outcome(row)}  {cell.label()}", flush=True)
     return row["tokens_per_sec"] if row["status"] == "ok" and not row.get("invalid") else 0.0
