@@ -7,8 +7,8 @@ Takes ten minutes on a GPU, one to three on a CPU. docs/CHECK.md explains figure
 """
 
 import dataclasses
+import functools
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +16,14 @@ from pathlib import Path
 import llm_train_bench.base.start  # noqa: F401
 from llm_train_bench.base.start import ROOT
 
-from llm_train_bench.base.errors import UsageError, printable
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.machine import Platform, detect_platform
-from llm_train_bench.base.tool_main import run_tool, tool
+from llm_train_bench.base.tool_main import print_apart, run_tool, tool
 from llm_train_bench.check import machine_check
 from llm_train_bench.check.verify import verify_file
 from llm_train_bench.check.workloads import workload_named, workloads
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
 
@@ -56,6 +58,7 @@ class CheckArgs:
 def main(argv: Sequence[str]) -> int:
     """Check, print, and return the exit code: 0, 1 below, 5 not judged, 2 for bad input."""
     args = parse_dataclass(CheckArgs, argv, "check.py")
+    say = functools.partial(print_apart, "check.py")
     if args.verify:
         return verify_file(Path(args.verify), args.json)
     if args.nodes:
@@ -72,17 +75,12 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         raise UsageError(f"{args.output_dir}: cannot be written: {error.strerror}") from None
     chosen = chosen or [w for w in workloads().values() if w.device == device]
-    ranks = args.nproc or gpu_count(kind)
+    ranks, shared = args.nproc or gpu_count(kind), ROOT / "results"
+    others = read_records([str(shared)], lambda line: None, LogFacts()) if shared.is_dir() else []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(args.output_dir or temporary)
         result = machine_check.check_machine(
-            kind,
-            chosen,
-            ranks,
-            directory,
-            args.at_least,
-            machine_check.reached_by_others(ROOT / "results"),
-            say,
+            kind, chosen, ranks, directory, args.at_least, others, say
         )
     if args.json:
         print(json.dumps(result.as_json(), indent=1))
@@ -98,11 +96,6 @@ def gpu_count(kind: Platform) -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def say(text: str) -> None:
-    """Progress, apart from the table."""
-    print(f"check.py: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

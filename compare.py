@@ -10,7 +10,7 @@ Megatron-LM to nanoGPT; directories are searched. docs/COMPARE.md has the detail
 """
 
 import dataclasses
-import sys
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from typing import Literal
 import llm_train_bench.base.start  # noqa: F401
 
 from llm_train_bench.base.errors import UsageError, printable
-from llm_train_bench.base.tool_main import run_tool, tool
+from llm_train_bench.base.tool_main import print_apart, run_tool, tool
 from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate, own_runs
@@ -98,67 +98,58 @@ class CompareArgs(GateFlags, ReportFlags, RunsFlags):
     """Compare training runs of any suite, or check them against earlier ones."""
 
 
-@tool("compare.py")
+@tool("compare.py", file_error=2)  # 1 is the gate's
 def main(argv: Sequence[str]) -> int:
     """Compare, and return the exit code: 0; 1 if the gate failed; 2 for bad input."""
     args = parse_dataclass(CompareArgs, argv, "compare.py")
-    try:
-        if not args.results:
-            raise UsageError("nothing to compare: give results, logs or directories")
-        directory = Path(args.output_dir) if args.output_dir else None
-        if args.save:
-            if args.baseline or directory:
-                other = "--baseline" if args.baseline else "--output-dir"
-                raise UsageError(f"--save with {other}: run compare.py twice, once with each")
-            path = Path(args.save)
-            lines, code = save_runs(own_runs(args.results, path), path)
-            for line in lines:
-                print(printable(line))
-            return code
-        if args.baseline:
-            statuses = {"new": "NO BASELINE", "missing": "NOT MEASURED"}
-            allowed = [statuses[kind] for kind in args.allow]
-            return gate(args.results, Path(args.baseline), args.tolerance, allowed, directory)
-        facts = log_facts(args.log, args.log_pattern)
-        records = read_records(args.results, say, facts)
-        facts.refuse_unused()
+    say = functools.partial(print_apart, "compare.py")
+    if not args.results:
+        raise UsageError("nothing to compare: give results, logs or directories")
+    directory = Path(args.output_dir) if args.output_dir else None
+    if args.save:
+        if args.baseline or directory:
+            other = "--baseline" if args.baseline else "--output-dir"
+            raise UsageError(f"--save with {other}: run compare.py twice, once with each")
+        path = Path(args.save)
+        lines, code = save_runs(own_runs(args.results, path), path)
+        for line in lines:
+            print(printable(line))
+        return code
+    if args.baseline:
+        statuses = {"new": "NO BASELINE", "missing": "NOT MEASURED"}
+        allowed = [statuses[kind] for kind in args.allow]
+        return gate(args.results, Path(args.baseline), args.tolerance, allowed, directory)
+    facts = log_facts(args.log, args.log_pattern)
+    records = read_records(args.results, say, facts)
+    facts.refuse_unused()
+    for record in records:
+        for remark in record.remarks if not record.result else ():
+            say(": ".join(filter(None, (record.path, remark.text, remark.advice))))
+    if args.one_model:
+        if len(names := sorted({record.model or "unknown" for record in records})) > 1:
+            say(f"--one-model treats as one: {', '.join(names)}")
         for record in records:
-            for remark in record.remarks if not record.result else ():
-                say(": ".join(filter(None, (record.path, remark.text, remark.advice))))
-        if args.one_model:
-            if len(names := sorted({record.model or "unknown" for record in records})) > 1:
-                say(f"--one-model treats as one: {', '.join(names)}")
-            for record in records:
-                record.model, record.model_hash = "one model", None
-        sweeps = swept(args.results)
-        experiments = [e for e, _ in sweeps.values()]
-        if args.experiment:
-            experiments.append(read_experiment(args.experiment))
-        prices = prices_of(machines_of(experiments), args.usd_per_hour, records, args.usd_per_kwh)
-        same = args.methodology == "identical_config"
-        rows = compare(records, prices, args.tokens, args.reference, identical=same)
-        remarks = report.unknown_models(rows)
-        for path, (e, unlike) in sweeps.items():
-            if e.methodology == "identical_config":
-                remarks += [f"{Path(path).name} is not identical: {line}" for line in unlike]
-        written = ""
-        if directory:  # before anything is printed: nobody may read that to its end
-            priced = bool(args.usd_per_hour or args.experiment)
-            written = report.write(rows, directory, args.tokens, remarks, priced)
-        report.show_comparison(rows, args.tokens)
-        for line in remarks:
-            say(line)
-        print(written, end="")
-    except OSError as error:
-        where = error.filename or args.output_dir or args.save or args.baseline
-        print(f"compare.py: {where}: {error.strerror}", file=sys.stderr)
-        return 2
+            record.model, record.model_hash = "one model", None
+    sweeps = swept(args.results)
+    experiments = [e for e, _ in sweeps.values()]
+    if args.experiment:
+        experiments.append(read_experiment(args.experiment))
+    prices = prices_of(machines_of(experiments), args.usd_per_hour, records, args.usd_per_kwh)
+    same = args.methodology == "identical_config"
+    rows = compare(records, prices, args.tokens, args.reference, identical=same)
+    remarks = report.unknown_models(rows)
+    for path, (e, unlike) in sweeps.items():
+        if e.methodology == "identical_config":
+            remarks += [f"{Path(path).name} is not identical: {line}" for line in unlike]
+    written = ""
+    if directory:  # before anything is printed: nobody may read that to its end
+        priced = bool(args.usd_per_hour or args.experiment)
+        written = report.write(rows, directory, args.tokens, remarks, priced)
+    report.show_comparison(rows, args.tokens)
+    for line in remarks:
+        say(line)
+    print(written, end="")
     return 0
-
-
-def say(text: str) -> None:
-    """A remark, apart from the table."""
-    print(f"compare.py: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def find_texts(place: Path, stdlib: bool) -> list[Path]:
             raise UsageError(f"{place}: cannot be read: {error.strerror}") from None
     skipped = {"site-packages", "__pycache__", "test", "tests"} if stdlib else {"__pycache__"}
     paths: list[Path] = []
-    for directory, names in walk(place):
+    for directory, _, names in walk(place):
         if not skipped.intersection(directory.relative_to(place).parts):
             paths += [directory / name for name in names]
     return sorted(path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())

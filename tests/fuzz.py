@@ -339,7 +339,7 @@ def examines(path: Path) -> None:
     """doctor.py with a tool of the driver that prints this."""
     stand_ins = dict.fromkeys(("libraries", "settings", "torch_sees"), lambda *_: [])
     platform = "amd" if path.suffix == ".json" else "nvidia"
-    stand_ins["_output"] = lambda *_: path.read_bytes().decode("utf-8", "replace").strip()
+    stand_ins["output_of"] = lambda *_: path.read_bytes().decode("utf-8", "replace").strip()
     which = mock.patch.object(shutil, "which", lambda _: "x")
     kind = mock.patch.object(doctor, "detect_platform", lambda: platform)
     with which, kind, mock.patch.multiple(findings, **stand_ins):

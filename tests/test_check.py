@@ -1,5 +1,6 @@
 """check.py: figures beside references, verdicts, findings with made-up causes, nodes with a slow rank."""
 
+import functools
 import itertools
 import json
 import math
@@ -19,6 +20,8 @@ from llm_train_bench.check import findings, machine_check, node_survey, probe, r
 from llm_train_bench.check.machine_check import check_machine, reached_by_others
 from llm_train_bench.check.references import Reached, Reference, judge_machine
 from llm_train_bench.check.workloads import workload_of
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import DeviceUse
 from tests.helpers import ROOT, trained, words
@@ -141,10 +144,12 @@ def stand_in(told_rates=None, use=None, run=None, memory_gib=139.8):
     )
 
 
-def checked(tmp_path, names=("gpt2-125m-bf16",), reached=lambda *_: (), at_least=0.9, **options):
+def checked(tmp_path, names=("gpt2-125m-bf16",), reached=(), at_least=0.9, **options):
     chosen = [workloads.workload_named(name) for name in names]
-    with stand_in(**options), mock.patch.object(findings, "of_machine", lambda kind: iter(())):
-        return check_machine("nvidia", chosen, 1, tmp_path, at_least, reached, lambda _: None)
+    others = mock.patch.object(machine_check, "reached_by_others", lambda *_: reached)
+    nothing = mock.patch.object(findings, "of_machine", lambda kind: iter(()))
+    with stand_in(**options), nothing, others:
+        return check_machine("nvidia", chosen, 1, tmp_path, at_least, [], lambda _: None)
 
 
 def test_references_measured_before_published_before_estimated(tmp_path):
@@ -154,7 +159,7 @@ def test_references_measured_before_published_before_estimated(tmp_path):
     assert estimated.kind == "estimated" and estimated.low < estimated.value < estimated.high
     assert published.kind == "published" and published.value == 61_200
     assert c.verdict == "not judged" and "too uncertain" in c.about
-    again = checked(tmp_path / "2", reached=lambda w, hardware, n: [500_000.0, 600_000.0])
+    again = checked(tmp_path / "2", reached=[500_000.0, 600_000.0])
     reference = again.figures[0].reference
     assert (reference.kind, reference.value, reference.low) == ("measured", 550_000, 500_000)
     assert again.verdict == "as it should be" and again.part == pytest.approx(0.997, abs=1e-3)
@@ -163,7 +168,7 @@ def test_references_measured_before_published_before_estimated(tmp_path):
 def test_the_table_of_results_is_a_reference(tmp_path):
     ours = ROOT / "results/h200-sxm/llm-train-bench"
     shutil.copytree(ours, tmp_path / "h200-sxm/ann")  # others may add results of their own
-    reached = reached_by_others(tmp_path)
+    reached = functools.partial(reached_by_others, read_records([str(tmp_path)], print, LogFacts()))
     w = workloads.workload_named("gpt2-125m-bf16")
     assert reached(w, "H200 SXM", 1) == [pytest.approx(548_539.7)]
     assert reached(w, "H200 SXM", 8) == reached(w, "H100 SXM", 1) == []
@@ -175,7 +180,7 @@ def test_wrong_numbers_are_below_whatever_the_speed(tmp_path):
         content["metrics"]["first_loss"] = 10.9
 
     with mock.patch.object(workloads.Workload, "wrong_steps", lambda *_: "the loss of step 0 is 9"):
-        c = checked(tmp_path, reached=lambda *_: [500_000.0], run=wrong)
+        c = checked(tmp_path, reached=[500_000.0], run=wrong)
     assert c.verdict == "below" and any("wrong numbers" in f.what for f in c.found)
 
 
@@ -304,7 +309,7 @@ def test_an_old_driver_is_found(tmp_path, monkeypatch):
                                                     failure="No"))  # fmt: skip
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    output, told = findings._output, json.dumps(["2.13.0", "13.0", None, 1, True])
+    output, told = findings.output_of, json.dumps(["2.13.0", "13.0", None, 1, True])
     for cuda, old in (("13.0", True), ("12.8", False)):
         seen = told.replace("13.0", cuda) if cuda != "13.0" else told
         seen = seen.replace("2.12.8", "2.13.0")
@@ -312,7 +317,7 @@ def test_an_old_driver_is_found(tmp_path, monkeypatch):
         def answer(*command, seen=seen):
             return seen if command[1] == "-c" else output(*command)
 
-        monkeypatch.setattr(findings, "_output", answer)
+        monkeypatch.setattr(findings, "output_of", answer)
         assert any(f.what == "old driver" for f in findings.torch_sees("nvidia")) == old
 
 
@@ -358,7 +363,7 @@ def test_a_workload_that_fails_is_said_and_the_others_go_on(tmp_path, monkeypatc
         machine_check, "run_workload", lambda *_: (None, "train.py: no room")
     )
     with stand_in(), mock.patch.object(findings, "of_machine", lambda kind: iter(())), missing:
-        c = check_machine("nvidia", [w], 1, tmp_path, 0.9, lambda *_: (), lambda _: None)
+        c = check_machine("nvidia", [w], 1, tmp_path, 0.9, [], lambda _: None)
     assert c.figures[-1].missing == "train.py: no room" and c.verdict == "not judged"
     assert json.loads(json.dumps(c.as_json()))["figures"][-1]["value"] is None
 

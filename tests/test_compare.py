@@ -115,9 +115,8 @@ def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
     shape = {"num_parameters": 8e9, "num_layers": 32, "hidden_size": 4096}
     content = changed(SUITE, raw_memory_values=[100.0, 118.0, 110.0])
     content["training_config"] |= shape
-    content["format"] = "json"  # a key that our older files have too
     del content["training_config"]["model"], content["memory_metrics"]
-    for key in ("step_times", "loss_values", "learning_rates"):
+    for key in ("step_times", "loss_values"):
         content[f"raw_{key}"] = content.pop(key)
     other = changed(content, gpu_info__device_name="NVIDIA H100 80GB HBM3")
     for name, each in (("rocm_llama", content), ("cuda_llama", other), ("cuda_qwen", other)):

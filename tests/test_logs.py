@@ -39,9 +39,9 @@ def test_files_of_other_suites(name):
     (r,) = records_of(EXCERPT_DIR / name, facts=facts_of_all(**expected.pop("facts", {})))
     assert expected.pop("note", "") in " ".join(r.texts("information"))
     assert not any(getattr(r, field) for field in expected.pop("unknown", []))
-    losses, rates = ([list(point) for point in curve] for curve in (r.losses, r.learning_rates))
+    losses = [list(point) for point in r.losses]
     curves = {"losses": losses, "n_losses": len(losses), "first_step": (losses or [[None]])[0][0]}
-    curves |= {"first_loss": losses[:1], "first_rate": rates[:1]}
+    curves |= {"first_loss": losses[:1]}
     figures = vars(r) | curves | {"mean_step_s": statistics.fmean(r.step_times_s or [0.0])}
     for field, value in expected.items():
         about = isinstance(value, float) or field == "step_times_s"

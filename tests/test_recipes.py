@@ -88,9 +88,9 @@ def test_add_a_family_a_flag_and_a_metric(tree):
     assert refused == "train.py: --lr-power 3.0: must be at most 2\n"
     code = (
         "from llm_train_bench.settings.flags import LEARNT, of_kind\n"
-        "from llm_train_bench.results.metrics import CSV_COLUMNS, FINAL_METRICS\n"
+        "from llm_train_bench.results.metrics import COMPARED\n"
         "assert 'lr_power' in of_kind(LEARNT)\n"
-        "assert 'tokens_per_minute' in CSV_COLUMNS and 'tokens_per_minute' in FINAL_METRICS"
+        "assert 'tokens_per_minute' in COMPARED"
     )
     run(tree, "-c", code)
 

@@ -209,8 +209,6 @@ def test_fp8_losses_have_a_wider_band_than_bf16(told):
      ('{"a": ' * 70 + "1" + "}" * 70, "nested"), (" " * (MOST_BYTES + 1), "is larger than"),
      ('{"schema_version": 5, "settings": [{"setting": "x", "runs": []}]}', "runs"),
      ('{"schema_version": 6, "settings": []}', "schema_version"),
-     ('{"schema_version": 4, "baselines": {}}', "older version; make it anew: compare.py RUN... --save"),
-     ('{"format": "llm-train-bench shared result", "runs": []}', "older version; make it anew"),
      (json.dumps({"schema_version": 5, "settings": [
          {"setting": "x", "runs": [{"result": {}, "steps": [{"a": 1}] * 9999}]}]}), "runs.0"),
      (SHARED.read_text().replace('{"setting"', '{"tolerance": 1.5, "setting"'), "tolerance"),

@@ -115,8 +115,11 @@ def shown_command(words: Iterable[str]) -> list[str]:
     return shown
 
 
-def walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Each directory from `top` down, once, also through links, with its files' sorted names."""
+def walk(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Each directory from `top` down, once, also through links, with its directories and files.
+
+    Names are sorted. Directories that the caller takes off the list are left out.
+    """
 
     def refuse(error: OSError) -> None:
         raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")
@@ -127,4 +130,5 @@ def walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
             directories.clear()
             continue
         seen.add(real)
-        yield Path(root), sorted(files)
+        directories.sort()
+        yield Path(root), directories, sorted(files)

@@ -22,13 +22,19 @@ def detect_platform() -> Platform:
     return "amd" if Path("/dev/kfd").exists() else "cpu"
 
 
+def output_of(*command: str) -> str | None:
+    """What a system's tool prints; None where it is absent, fails or takes more than a minute."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
 def gpu_name() -> str | None:
     """The name of this machine's first NVIDIA GPU, as its driver has it; None where nothing tells."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        return next(iter(done.stdout.splitlines()), None)
-    return None
+    names = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return names.splitlines()[0] if names else None
 
 
 # Instruction sets by which the matmuls of CPUs of one name differ.
@@ -99,7 +105,5 @@ def version_text() -> str:
     command += ["--dirty=, modified", "--abbrev=10", "--exclude=*"]
     commit = os.environ.get("BENCH_GIT_SHA", "unknown")
     if (ROOT / ".git").exists():  # an installed package may lie inside a user's repository
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            commit = done.stdout.strip()
+        commit = output_of(*command) or commit
     return f"llm-train-bench {__version__} (commit {commit})"

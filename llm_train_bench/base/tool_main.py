@@ -14,10 +14,15 @@ from llm_train_bench.model.json_keys import ConfigError
 Main = Callable[[Sequence[str]], int]
 
 
-def tool(prog: str) -> Callable[[Main], Main]:
+def print_apart(prog: str, text: str) -> None:
+    """A line on standard error, apart from what the tool prints."""
+    print(f"{prog}: {printable(text)}", file=sys.stderr)
+
+
+def tool(prog: str, file_error: int = 1) -> Callable[[Main], Main]:
     """Decorates a tool's `main`: bad input becomes one line and exit code 2.
 
-    What cannot fit exits with 4, and a file that cannot be read or written with 1.
+    What cannot fit exits with 4, and a file that cannot be read or written with `file_error`.
     """
 
     def decorate(main: Main) -> Main:
@@ -26,11 +31,11 @@ def tool(prog: str) -> Callable[[Main], Main]:
             try:
                 return main(argv)
             except (UsageError, ConfigError) as error:
-                print(f"{prog}: {printable(str(error))}", file=sys.stderr)
+                print_apart(prog, str(error))
                 return 4 if isinstance(error, DoesNotFit) else 2
             except OSError as error:
-                print(f"{prog}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-                return 1
+                print_apart(prog, f"{error.filename or 'output'}: {error.strerror}")
+                return file_error
 
         return guarded
 

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from llm_train_bench.base.machine import (
     detect_platform,
     installed_version,
     n_cores,
+    output_of,
 )
 from llm_train_bench.model.json_keys import parse_json
 
@@ -140,13 +140,13 @@ def drivers(kind: str) -> list[Finding]:
 
 def nvidia() -> Iterator[Finding]:
     """Findings from nvidia-smi."""
-    text = _output("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,memory.used,memory.total",
+    text = output_of("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,memory.used,memory.total",
                    "--format=csv,noheader,nounits")  # fmt: skip
     if text is None:
         advice = "sudo dmesg | grep -i nvrm; a reboot after a driver update often helps"
         yield Finding("GPU driver", "bad", "nvidia-smi fails", advice)
         return
-    holders = _output("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
+    holders = output_of("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
                       "--format=csv,noheader,nounits") or ""  # fmt: skip
     for line in text.splitlines():
         parts = [part.strip() for part in line.split(",")]
@@ -232,7 +232,7 @@ def pcie_gb_per_s(index: int) -> float | None:
 
 def _table(*command: str, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     """Rows of a tool's CSV by their columns; none where it has not all of them."""
-    for line in (_output(*command) or "").splitlines():
+    for line in (output_of(*command) or "").splitlines():
         values = [value.strip() for value in line.split(",")]
         if len(values) == len(columns):
             yield dict(zip(columns, values, strict=True))
@@ -245,7 +245,7 @@ def _number(text: str) -> float | None:
 def amd() -> Iterator[Finding]:
     """Findings from rocm-smi."""
     options = "--showproductname --showdriverversion --showmeminfo vram --json"
-    text = _output("rocm-smi", *options.split()) or ""
+    text = output_of("rocm-smi", *options.split()) or ""
     try:
         cards = parse_json(text[text.index("{") :])  # warnings may come before it
         cards = {card: values for card, values in cards.items() if isinstance(values, dict)}
@@ -311,7 +311,7 @@ def torch_sees(kind: str) -> Iterator[Finding]:
         "import torch, json; print(json.dumps([torch.__version__, torch.version.cuda, torch.version.hip,"
         " torch.cuda.device_count(), torch.distributed.is_nccl_available()]))"
     )
-    text = _output(sys.executable, "-c", code)
+    text = output_of(sys.executable, "-c", code)
     if text is None:
         advice = "python -c 'import torch' shows why"
         yield Finding("PyTorch", "bad", "import torch fails", advice)
@@ -323,7 +323,7 @@ def torch_sees(kind: str) -> Iterator[Finding]:
         advice = "install the build for this GPU (pytorch.org), or check CUDA_VISIBLE_DEVICES"
         yield Finding("PyTorch and the driver", "bad", f"{kind} driver, but {built}", advice)
     number = re.match(
-        r"\d+", _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
+        r"\d+", output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
     )
     oldest = OLDEST_DRIVERS.get(str(cuda).partition(".")[0], 0) if kind == "nvidia" else 0
     if number and int(number[0]) < oldest:
@@ -348,14 +348,6 @@ def settings() -> Iterator[Finding]:
     if detect_platform() == "amd" and balancing.exists() and balancing.read_text().strip() != "0":
         advice = "sudo sysctl kernel.numa_balancing=0"
         yield Finding("NUMA balancing", "missing", "is on, which stalls AMD GPUs", advice)
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 NODES = Path("/sys/devices/system/node")
@@ -396,9 +388,9 @@ THROTTLED_CPU, SLOW_COPY = 0.02, 0.6
 
 
 def of_remarks(remarks: Iterable["Remark"], where: str) -> Iterator[Finding]:
-    """What held a measured run back, or a device in other work: remarks that are no mere information."""
+    """What held a measured run back, or a device in other work: information with an advice too."""
     for remark in remarks:
-        if remark.kind != "information" or remark.text.startswith("fallback"):
+        if remark.kind != "information" or remark.advice:
             yield Finding(f"{where}: {remark.kind}", "missing", remark.text, remark.advice)
 
 

@@ -25,9 +25,8 @@ from llm_train_bench.check.references import (
     workload_figure,
 )
 from llm_train_bench.check.workloads import Workload, format_of, workload_of
-from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import unusable
-from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.compare.records import Record
 from llm_train_bench.results.remarks import device_remarks
 from llm_train_bench.results.result_files import read_result, read_steps, storable
 from llm_train_bench.results.schema import DeviceUse, Result
@@ -79,17 +78,6 @@ def probe_device(device: str, directory: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def survey_ranks(n: int) -> dict[str, Any]:
-    """check.py --nodes on this machine, in processes that free their devices."""
-    command = [sys.executable, str(ROOT / "check.py"), "--nodes", "--json", "--nproc", str(n)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    try:
-        return json.loads(done.stdout)
-    except ValueError:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise UsageError(f"the devices cannot be compared: {last}") from None
-
-
 def survey_figures(
     told: dict[str, Any], hardware: Hardware | None, found: list[Finding]
 ) -> Iterator[Reached]:
@@ -133,10 +121,10 @@ def check_machine(
     ranks: int,
     directory: Path,
     at_least: float,
-    reached: Callable[[Workload, str, int], Sequence[float]],
+    others: Sequence[Record],
     say: Callable[[str], None],
 ) -> MachineCheck:
-    """Measure everything and judge it; `reached(workload, hardware, devices)` is what others measured."""
+    """Measure everything and judge it, also by the runs of others."""
     device = "cpu" if kind == "cpu" else "cuda"
     found = [f for f in findings.of_machine(kind) if f.state != "ok" and not f.optional]
     say("rates ...")
@@ -147,8 +135,10 @@ def check_machine(
         hardware = Hardware(driver_names=(entry["name"],), **entry)
     result = MachineCheck(told["device"], ranks, list(rate_figures(rates, hardware)), found)
     if ranks > 1:
+        from llm_train_bench.check.node_survey import survey_here  # needs torch
+
         say("nodes ...")
-        result.figures += list(survey_figures(survey_ranks(ranks), hardware, found))
+        result.figures += list(survey_figures(survey_here(ranks), hardware, found))
     found += findings.of_remarks(device_remarks(DeviceUse(**told["use"])), "rates")
     found += findings.of_rates(rates)
     for w in chosen:
@@ -157,7 +147,7 @@ def check_machine(
         if run is None:
             result.figures.append(Reached(w.name, "tokens/s", None, missing=why, workload=True))
             continue
-        measured = reached(w, run.device.hardware, ranks)
+        measured = reached_by_others(others, w, run.device.hardware, ranks)
         result.figures.append(workload_figure(w, run, hardware, measured))
         found += findings.of_remarks(run.remarks, run.run_name)
         steps = read_steps(directory / w.name / "steps.jsonl")
@@ -193,22 +183,19 @@ def show_check(c: MachineCheck) -> None:
     print(f"{things.get(count, f'{count} things may hold it back')}.")
 
 
-def reached_by_others(folder: Path) -> Callable[[Workload, str, int], list[float]]:
-    """What each submitter in a folder of files of runs measured best [tokens/s per device]."""
-    records = read_records([str(folder)], lambda line: None, LogFacts()) if folder.is_dir() else []
-
-    def reached(w: Workload, hardware: str, devices: int) -> list[float]:
-        best: dict[str, float] = {}
-        for record in records:
-            r = record.result
-            if r is None or (r.device.hardware, r.device.count) != (hardware, devices):
-                continue
-            other = workload_of(r)
-            same = other and (other.shape, format_of(r)) == (w.shape, w.number_format)
-            if same and not unusable(record):
-                submitter = Path(record.path).parent.name
-                rate = record.tokens_per_sec_per_gpu or 0.0
-                best[submitter] = max(best.get(submitter, 0.0), rate)
-        return sorted(best.values())
-
-    return reached
+def reached_by_others(
+    records: Sequence[Record], w: Workload, hardware: str, devices: int
+) -> list[float]:
+    """What each submitter, whose folder has the runs, measured best [tokens/s per device]."""
+    best: dict[str, float] = {}
+    for record in records:
+        r = record.result
+        if r is None or (r.device.hardware, r.device.count) != (hardware, devices):
+            continue
+        other = workload_of(r)
+        same = other and (other.shape, format_of(r)) == (w.shape, w.number_format)
+        if same and not unusable(record):
+            submitter = Path(record.path).parent.name
+            rate = record.tokens_per_sec_per_gpu or 0.0
+            best[submitter] = max(best.get(submitter, 0.0), rate)
+    return sorted(best.values())

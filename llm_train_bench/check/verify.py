@@ -25,6 +25,7 @@ from llm_train_bench.results.figures import (
     fill_flop_rates,
     fill_step_metrics,
 )
+from llm_train_bench.results.remarks import memory_remark
 from llm_train_bench.results.result_files import Step
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import Args, defaults
@@ -209,5 +210,5 @@ def _wrong_facts(r: Result) -> Iterator[str]:
             yield f"rank {use.rank} has a reading below 0"
     if hardware and d.type == "cuda":
         gib = max(d.memory_gib or 0.0, m.peak_allocated_gib or 0.0, m.peak_reserved_gib or 0.0)
-        if gib > 1.05 * hardware.memory_gib:
-            yield f"it has {gib:.4g} GiB, and a {hardware.name} {hardware.memory_gib:.4g}"
+        for _, why in memory_remark(gib, hardware.memory_gib):
+            yield why

@@ -5,12 +5,12 @@ import contextlib
 import csv
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, one_line
+from llm_train_bench.base.files import walk
 from llm_train_bench.compare.read_logs import read_lines, read_log, read_metrics_csv
 from llm_train_bench.compare.read_results import read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
@@ -101,11 +101,10 @@ def join_attempts(records: list[Record]) -> list[Record]:
         runs = [numbered[number] for number in sorted(numbered)]
         # One that resumed a finished run measured nothing.
         last = next((r for r in reversed(runs) if r.tokens_per_sec_per_gpu), runs[-1])
-        for name in ("losses", "learning_rates"):
-            joined: list[tuple[int, float]] = []
-            for r in runs:
-                joined = [x for x in joined if x[0] < r.first_step] + getattr(r, name)
-            setattr(last, name, joined)
+        losses: list[tuple[int, float]] = []
+        for r in runs:
+            losses = [x for x in losses if x[0] < r.first_step] + r.losses
+        last.losses = losses
         if len(runs) > 1:
             last.remark(f"{len(runs)} attempts of one run; figures are the last one's")
         gone |= {id(r) for r in runs if r is not last}
@@ -115,20 +114,16 @@ def join_attempts(records: list[Record]) -> list[Record]:
 def discover(directory: Path) -> list[Path]:
     """Files below a directory that may hold a run; from our own runs only result.json."""
     candidates: list[Path] = []
-    seen = set()
-    for root, directories, files in os.walk(directory, followlinks=True):
-        here = Path(root)
-        if here.resolve() in seen or "lineage.json" in files:  # checkpoints
+    for here, directories, files in walk(directory):
+        if "lineage.json" in files:  # checkpoints
             directories.clear()
             continue
-        seen.add(here.resolve())
         if {"result.json", "steps.jsonl"} <= set(files):
             candidates.append(here / "result.json")
             directories.clear()
             continue
-        directories.sort()
         own_sweep = {"rows.jsonl", "sweep.json"} & set(files)
-        for name in sorted(files) if not own_sweep else ():
+        for name in files if not own_sweep else ():
             figures = Path(name).suffix in SUFFIXES and name not in ("steps.jsonl", "sweep.json")
             if figures and not re.fullmatch(r"rank\d+\.txt", name):
                 candidates.append(here / name)

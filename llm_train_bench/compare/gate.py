@@ -18,7 +18,6 @@ from llm_train_bench.compare.find_results import read_records, without_copies
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.setting import (
-    Confidence,
     compare_speed,
     identity,
     name_by_itself,
@@ -33,7 +32,7 @@ PLAUSIBLE_GAIN = 0.25
 WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
 # Chosen by simulation (docs/COMPARE.md): a loss of 2 % beyond the tolerance passes in under 1 % of
 # cases, and no loss is called one in under 1 %.
-CONFIDENCE = Confidence(faster=0.99, slower=0.93)
+CONFIDENCE = dict(faster=0.99, slower=0.93)
 MOST_RUNS = 30
 
 
@@ -125,7 +124,7 @@ def figures_of(runs: Sequence[Record]) -> Figures:
 def answer(now: Mean, was: Mean, tolerance: float) -> str:
     """`ok` if the loss is surely within the tolerance, `SLOWER` if surely beyond, else `UNCERTAIN`."""
     names = {"faster": "ok", "slower": "SLOWER", "uncertain": "UNCERTAIN"}
-    return names[compare_speed(now, was, CONFIDENCE, 1 - tolerance)]
+    return names[compare_speed(now, was, **CONFIDENCE, bound=1 - tolerance)]
 
 
 def what_settles(now: Mean, was: Mean, tolerance: float) -> str:

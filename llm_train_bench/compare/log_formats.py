@@ -31,7 +31,6 @@ class LoggedStep:
     tflops: float | None = None
     mfu: float | None = None
     loss: float | None = None
-    lr: float | None = None
     memory_gib: float | None = None
     global_batch: int | None = None
     seq_len: int | None = None
@@ -54,6 +53,8 @@ class Log:
     tokens_per_step: int | None = None
     hardware: str | None = None
     model: str | None = None
+    parameters: float | None = None
+    attention_flops: float = 0.0  # of a token, for each token of its sample
     memory_kind: str | None = None
     earlier_steps: int = 0
     # Of the whole run, where its steps have none.

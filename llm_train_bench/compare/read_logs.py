@@ -220,7 +220,7 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     hardware = facts.of(path, "hardware", log.hardware)
     length = facts.of(path, "seq_len", log.seq_len or steps[-1].seq_len)
     batch = facts.of(path, "global_batch", steps[-1].global_batch or log.global_batch)
-    parameters = facts.of(path, "parameters", None)
+    parameters = facts.of(path, "parameters", log.parameters)
     notes = list(log.notes)
     if earlier := log.earlier_steps:
         notes.append(f"several runs in this log: {earlier} lines of earlier ones left out")
@@ -265,7 +265,9 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     losses = [(s.step, s.loss) for s in steps if s.loss is not None]
     device, convention = device_called(hardware), log.suite
     if parameters and per_gpu and not means["tflops"] and not means["mfu"]:
-        means["tflops"], convention = 6 * parameters * per_gpu / 1e12, "6 N"
+        attention = log.attention_flops * (length or 0)
+        means["tflops"] = (6 * parameters + attention) * per_gpu / 1e12
+        convention = "palm" if attention else "6 N"
         means["mfu"] = means["tflops"] / device.bf16_tflops if device else None
     return Record(
         path=str(path),
@@ -287,7 +289,6 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         memory_gib=max((s.memory_gib for s in steps if s.memory_gib), default=None),
         memory_kind=log.memory_kind,
         losses=losses,
-        learning_rates=[(s.step, s.lr) for s in steps if s.lr is not None],
         hyperparameters={k: v for k, v in (("seq_len", length), ("global_batch", batch)) if v},
         remarks=[Remark(kind="information", text=note) for note in notes],
     )

@@ -1,9 +1,10 @@
 """Result files as records: our result.json and files of runs, another suite's JSON. Needs no torch.
 
 That suite's keys (docs/COMPARE.md lists the mapping): platform, gpu_info, training_config,
-performance_metrics, memory_metrics, step_times, loss_values, learning_rates.
+performance_metrics, memory_metrics, step_times, loss_values.
 """
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,18 @@ from pydantic import ValidationError
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_command
-from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.strict import first_problem
-from llm_train_bench.compare.read_logs import read_automodel, read_trainer_state
-from llm_train_bench.compare.records import LogFacts, Record, steady
+from llm_train_bench.compare.log_formats import UNITS, Log, LoggedStep
+from llm_train_bench.compare.read_logs import read_automodel, read_trainer_state, record_of
+from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.run_files import is_runs_file, read_runs_file
 from llm_train_bench.compare.setting import changes_in_words, settings_of
 from llm_train_bench.compare.shareable import public_environment, word
 from llm_train_bench.model.json_keys import parse_json
-from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import commit_of, parse_result, read_steps, software
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SPEED, of_kind, present_flags
 
-GB_TO_GIB = 1e9 / 2**30
 PLATFORM_WORDS = """
 benchmark bench train training result results output nvidia amd cuda rocm nvd gpu h100 h200 b200 a100
 mi300x mi325x mi350x mi355x
@@ -34,8 +33,6 @@ mi300x mi325x mi350x mi355x
 FIGURES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "mfu", "tokens_per_joule")
 # Hyperparameters of the other suite, and their names here.
 HYPERPARAMETERS = {
-    "global_batch_size": "global_batch",
-    "sequence_length": "seq_len",
     "learning_rate": "lr",
     "warmup_steps": "lr_warmup_steps",
 } | {name: name for name in ("weight_decay", "optimizer", "seed")}
@@ -61,7 +58,7 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
 
 
 def read_ours(content: dict[str, Any], path: Path) -> Record:
-    """A result.json; losses and learning rates from the steps.jsonl beside it."""
+    """A result.json; losses from the steps.jsonl beside it."""
     try:
         result = parse_result(content)
     except ValidationError as error:
@@ -109,7 +106,6 @@ def record_of_result(r: Result, steps: list[dict[str, Any]], path: str) -> Recor
         usd_per_hour=a.get("usd_per_hour"),
         power_limit_w=r.power_limit_w,
         losses=[(s["step"], s["loss"]) for s in steps if s.get("loss") is not None],
-        learning_rates=[(s["step"], s["lr"]) for s in steps if s.get("lr") is not None],
         hyperparameters={k: v for k, v in flags.items() if k in learnt} | sizes,
         remarks=list(r.remarks),
         provenance=origin | {"command": " ".join(shown_command(r.command))},
@@ -136,63 +132,45 @@ def records_of_file(path: Path) -> list[Record]:
 
 
 def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
-    """The other suite's benchmark JSON."""
+    """The other suite's benchmark JSON: a log of its steps, with hyperparameters."""
     gpu, speed = content["gpu_info"], content["performance_metrics"]
     config: dict[str, Any] = content.get("training_config") or {}
     memory: dict[str, Any] = content.get("memory_metrics") or {}
-    n = config.get("num_gpus") or gpu.get("device_count")
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise UsageError(f"{path}: num_gpus is {n!r}, which is no number of GPUs")
 
     def series(name: str) -> list[Any]:
         return content.get(name) or content.get(f"raw_{name}") or []
 
-    batch = facts.of(path, "global_batch", config.get("global_batch_size"))
-    seq_len = facts.of(path, "seq_len", config.get("sequence_length"))
-    hardware = facts.of(path, "hardware", gpu.get("device_name"))
-    times = steady(series("step_times"))
-    total = speed.get("tokens_per_second") or None  # 0: not measured
-    notes = []
-    if times and batch and seq_len:
-        total = 1.0 * batch * seq_len * len(times) / sum(times)  # a list would be repeated
-        notes.append(f"tokens/s from {len(times)} steady step times")
-    per_gpu = total / n if total and n else speed.get("tokens_per_second_per_gpu")
+    curves = itertools.zip_longest(series("step_times"), series("loss_values"))
+    steps = [LoggedStep(i, time_s=time, loss=loss) for i, (time, loss) in enumerate(curves)]
+    steps = steps or [LoggedStep(0)]
     peak = memory.get("peak_memory_allocated_gb") or max(series("memory_values"), default=None)
-    # A file's name without the words for platforms: benchmark_cuda_llama is llama.
-    words = [w for w in re.split(r"[_.\s-]+", path.stem.lower()) if w not in PLATFORM_WORDS]
-    model = config.get("model") or config.get("model_name") or "-".join(words) or path.stem
-    values = ((ours, config.get(theirs)) for theirs, ours in HYPERPARAMETERS.items())
-    hyperparameters = {name: value for name, value in values if value is not None}
-    if isinstance(optimizer := hyperparameters.get("optimizer"), str):
-        hyperparameters["optimizer"] = optimizer.lower()
-    losses = list(enumerate(series("loss_values")))
-    device = device_called(hardware)
-    parameters = facts.of(path, "parameters", config.get("num_parameters"))
-    flops = 6.0 * parameters if parameters else None
-    n_layers, width = config.get("num_layers"), config.get("hidden_size")
-    if flops and seq_len and n_layers and width:
-        flops += 12.0 * n_layers * width * seq_len
-    tflops = flops * per_gpu / 1e12 if flops and per_gpu else None
-    return Record(
-        path=str(path),
-        suite=f"JSON ({gpu.get('software_stack') or content.get('platform')})",
-        label=path.stem,
-        hardware=hardware,
-        n_gpus=n,
-        model=str(facts.of(path, "model", None) or model),
-        seq_len=seq_len,
-        global_batch=batch,
-        settings=(content.get("parallelism_config") or {}).get("strategy_name", ""),
-        tokens_per_sec=total,
-        tokens_per_sec_per_gpu=per_gpu,
-        step_times_s=times,
-        tflops_per_gpu=tflops,
-        mfu=tflops / device.bf16_tflops if tflops and device else None,
-        flop_convention="palm" if n_layers and width else "6 N",
-        memory_gib=peak * GB_TO_GIB if peak else None,
+    steps[-1].memory_gib = peak and peak * UNITS["GB"]
+    total = speed.get("tokens_per_second") or None  # 0: not measured
+    if not (total or series("step_times")):
+        steps[-1].tokens_per_sec_per_gpu = speed.get("tokens_per_second_per_gpu")
+    log = Log(
+        steps,
+        f"JSON ({gpu.get('software_stack') or content.get('platform')})",
+        n_gpus=config.get("num_gpus") or gpu.get("device_count"),
+        seq_len=config.get("sequence_length"),
+        global_batch=config.get("global_batch_size"),
+        hardware=gpu.get("device_name"),
+        model=config.get("model") or config.get("model_name"),
+        parameters=config.get("num_parameters"),
+        # Of queries with keys and weights with values, forward and backward.
+        attention_flops=12.0 * (config.get("num_layers") or 0) * (config.get("hidden_size") or 0),
         memory_kind="allocated",
-        losses=losses,
-        learning_rates=list(enumerate(series("learning_rates"))),
-        hyperparameters=hyperparameters,
-        remarks=[Remark(kind="information", text=note) for note in notes],
+        tokens_per_sec=total,
     )
+    record = record_of(log, path, facts)
+    if not record.model_told:
+        # A file's name without the words for platforms: benchmark_cuda_llama is llama.
+        words = [w for w in re.split(r"[_.\s-]+", path.stem.lower()) if w not in PLATFORM_WORDS]
+        record.model, record.model_told = "-".join(words) or path.stem, True
+    record.settings = (content.get("parallelism_config") or {}).get("strategy_name", "")
+    values = {ours: config.get(theirs) for theirs, ours in HYPERPARAMETERS.items()}
+    if isinstance(optimizer := values["optimizer"], str):
+        values["optimizer"] = optimizer.lower()
+    known = {name: value for name, value in values.items() if value is not None}
+    record.hyperparameters = known | (record.hyperparameters or {})
+    return record

@@ -10,7 +10,7 @@ from typing import Any
 
 from llm_train_bench.base.errors import UsageError, printable_data
 from llm_train_bench.base.hardware import device_called
-from llm_train_bench.results.remarks import Remark, Remarked, drift_remark
+from llm_train_bench.results.remarks import Remark, Remarked, drift_remark, memory_remark
 from llm_train_bench.results.schema import Result
 
 # Facts that --log supplies: the key, and its type.
@@ -91,7 +91,6 @@ class Record(Remarked):
     usd_per_hour: float | None = None
     power_limit_w: float | None = None
     losses: list[tuple[int, float]] = field(default_factory=list)
-    learning_rates: list[tuple[int, float]] = field(default_factory=list)
     hyperparameters: dict[str, Any] | None = None
     remarks: list[Remark] = field(default_factory=list)
     arguments: dict[str, Any] | None = None  # only of our runs: script, training and speed flags
@@ -142,10 +141,9 @@ def check_figures(r: Record) -> None:
         value = getattr(r, name)
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} is {value!r}, not text")
-    for name in ("losses", "learning_rates"):
-        for _, value in getattr(r, name):
-            if not isinstance(value, int | float):
-                raise ValueError(f"{name} holds {value!r}, not a number")
+    for _, value in r.losses:
+        if not isinstance(value, int | float):
+            raise ValueError(f"losses holds {value!r}, not a number")
     for name, value in vars(r).items():
         if name not in ("result", "remarks", "runs", "steps"):  # checked, or made here
             setattr(r, name, printable_data(value))
@@ -165,14 +163,13 @@ def remark_on_figures(r: Record) -> None:
         part = max(part, (r.tflops_per_gpu or 0.0) / device.bf16_tflops)
         lower_formats = (device.fp8_tflops or 0.0, device.fp4_tflops or 0.0)
         highest = max(1.0, *(peak / device.bf16_tflops for peak in lower_formats))
+        for text, why in memory_remark(r.memory_gib, device.memory_gib):
+            r.remark(text, "invalid", f"{why}; {doubt}")
     if part > highest:
         r.remark(f"faster than its peak: an MFU of {part:,.0%}", "invalid", doubt)
     elif part > 1:
         text = f"an MFU of {part:,.0%}, which only FP8 or FP4 can reach"
         r.remark(text, "disturbed", doubt)
-    if r.memory_gib and device and r.memory_gib > 1.02 * device.memory_gib:
-        text = f"{r.memory_gib:,.1f} GiB, and a {device.name} has {device.memory_gib:,.1f}"
-        r.remark(text, "invalid", doubt)
 
 
 def steady(times: list[float]) -> list[float]:

@@ -23,7 +23,7 @@ from llm_train_bench.base.tables import (
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record, microseconds_per_token
 from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR
-from llm_train_bench.results.metrics import CSV_COLUMNS
+from llm_train_bench.results.metrics import COMPARED
 
 Item = TypeVar("Item")
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
@@ -147,7 +147,7 @@ def _run_facts(row: Compared, r: Record, differ: Sequence[str]) -> dict[str, Any
     shown = {name: settings.get(name) for name in differ}
     facts |= {k: shown_word(v) if isinstance(v, str) else v for k, v in shown.items()}
     facts |= _fields(r, "hardware n_gpus settings memory_gib memory_kind tflops_per_gpu")
-    facts |= {name: getattr(metrics, name, getattr(r, name, None)) for name in CSV_COLUMNS}
+    facts |= {name: getattr(metrics, name, getattr(r, name, None)) for name in COMPARED}
     facts |= {"kwh": joules and joules / 3.6e6, "gco2": joules and joules / 3.6e6 * GCO2_PER_KWH}
     facts |= {"invalid": "; ".join(r.invalid), "remarks": "; ".join(r.texts("disturbed"))}
     origin = ("date", "commit", "torch", "driver", "command")

@@ -45,16 +45,7 @@ class RunsFile(Strict):
 
 def is_runs_file(content: Any) -> bool:
     """Whether a JSON file's content is a file of runs, of this version or another."""
-    keys = content.keys() if isinstance(content, dict) else set()
-    return {"settings", "schema_version"} <= keys or _is_older(content)
-
-
-def _is_older(content: Any) -> bool:
-    """Whether it has baselines or a shared result as earlier versions wrote them."""
-    return isinstance(content, dict) and (
-        {"baselines", "schema_version"} <= content.keys()
-        or str(content.get("format")).startswith("llm-train-bench")
-    )
+    return isinstance(content, dict) and {"settings", "schema_version"} <= content.keys()
 
 
 def read_runs_file(path: Path) -> RunsFile:
@@ -65,12 +56,7 @@ def read_runs_file(path: Path) -> RunsFile:
             data = f.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise ValueError(f"is larger than {MOST_BYTES // 2**20} MiB")
-        content = storable(printable_data(parse_json(data)))
-        if _is_older(content):
-            raise UsageError(
-                f"{path}: is of an older version; make it anew: compare.py RUN... --save {path}"
-            )
-        return RunsFile.model_validate(content)
+        return RunsFile.model_validate(storable(printable_data(parse_json(data))))
     except OSError as error:
         why = f"{error.strerror}; compare.py RUN... --save FILE makes such a file"
         raise UsageError(f"{path}: cannot be read: {why}") from None

@@ -5,7 +5,6 @@ state are conditions of a run: they are no part of the identity, and are shown w
 """
 
 import collections
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -199,23 +198,18 @@ def _short(value) -> str:
 Answer = Literal["faster", "slower", "uncertain"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Confidence:
-    """One-sided confidences that an answer needs."""
+def compare_speed(a: Mean, b: Mean, faster: float, slower: float, bound: float = 1.0) -> Answer:
+    """Whether the rate `a` is surely above or below `bound` times `b`, by Welch's test.
 
-    faster: float
-    slower: float
-
-
-def compare_speed(a: Mean, b: Mean, confidence: Confidence, bound: float = 1.0) -> Answer:
-    """Whether the rate `a` is surely above or below `bound` times `b`, by Welch's test."""
+    `faster` and `slower` are the one-sided confidences that these answers need.
+    """
     gap = difference(a, _scaled(b, bound))
     if gap is None:
         return "uncertain"
     margin, error, degrees = gap
-    if margin + student_t(confidence.slower, degrees) * error < 0:
+    if margin + student_t(slower, degrees) * error < 0:
         return "slower"
-    return "faster" if margin >= student_t(confidence.faster, degrees) * error else "uncertain"
+    return "faster" if margin >= student_t(faster, degrees) * error else "uncertain"
 
 
 def settle(pairs: Sequence[tuple[Mean, Mean]], error: float = TABLE_ERROR) -> list[Answer]:
@@ -227,7 +221,7 @@ def settle(pairs: Sequence[tuple[Mean, Mean]], error: float = TABLE_ERROR) -> li
     answers: list[Answer] = ["uncertain"] * len(pairs)
     for rank, i in enumerate(order):
         sure = 1 - error / (len(pairs) - rank) / 2
-        answers[i] = compare_speed(*pairs[i], Confidence(sure, sure))
+        answers[i] = compare_speed(*pairs[i], sure, sure)
         if answers[i] == "uncertain":
             break
     return answers

@@ -111,17 +111,12 @@ class Metrics(Strict):
     val_loss: float | None = None
 
 
-# Columns of a sweep's CSV, and what TensorBoard compares runs by.
-CSV_COLUMNS = (
+# Columns of runs.csv, and what TensorBoard compares runs by.
+COMPARED = (
     "tokens_per_sec tokens_per_sec_per_gpu samples_per_sec model_tflops_per_gpu mfu hfu "
     "ideal_time_fraction usd_per_million_tokens step_time_median_s step_time_mean_s step_time_std_s "
     "step_time_cv step_time_ci95_low_s step_time_ci95_high_s step_time_drift pipeline_bubble "
     "compile_s peak_allocated_gib peak_reserved_gib peak_rss_gib energy_j average_power_w "
-    "tokens_per_joule final_loss goodput "
-).split()
-FINAL_METRICS = (
-    "tokens_per_sec tokens_per_sec_per_gpu model_tflops_per_gpu mfu hfu ideal_time_fraction "
-    "step_time_median_s compile_s peak_allocated_gib peak_reserved_gib peak_rss_gib average_power_w "
     "tokens_per_joule final_loss goodput val_loss "
 ).split()
 # Lines of the final table: label, `?` the metric without which it is left out, template.

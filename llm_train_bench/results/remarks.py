@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # A device holds its average power to its limit, except for moments.
 LIMIT_SLACK = 0.05
+# Listed memory is rounded, and some suites count in GB or what the driver holds.
+MEMORY_SLACK = 0.02
 # Power by the energy counter and by samples agree within this part.
 POWER_AGREES = 0.2
 # Parts of a machine's CPU time that are worth a remark: of a CPU run, beside a GPU, and withheld.
@@ -140,39 +142,24 @@ def _impossible(r: "Result") -> Iterator[tuple[str, str]]:
     # The time that useful FLOPs need at the peaks, over the measured time.
     without = m.ideal_time_fraction is None and not r.fp8  # as for fp32
     if (part := (m.mfu_causal if without else m.ideal_time_fraction) or 0) > 1:
-        yield (
-            "faster than its peak",
-            (
-                f"the run reached {part:.0%} of the peak, which is impossible: the peak of {d.name!r} "
-                f"({d.peak_source}) or a time is wrong"
-            ),
-        )
+        why = f"the peak of {d.name!r} ({d.peak_source}) or a time is wrong"
+        reached = f"the run reached {part:.0%} of the peak, which is impossible"
+        yield "faster than its peak", f"{reached}: {why}"
     for use in r.devices:
         watts, limit = use.average_power_w or 0, use.power_limit_w or math.inf
         if watts > (1 + LIMIT_SLACK) * limit:
-            yield (
-                "more power than its limit",
-                (
-                    f"rank {use.rank} drew {watts:,.0f} W on average, which is impossible: its limit is "
-                    f"{limit:,.0f} W; the energy counter is wrong"
-                ),
-            )
+            why = f"its limit is {limit:,.0f} W; the energy counter is wrong"
+            drew = f"rank {use.rank} drew {watts:,.0f} W on average, which is impossible"
+            yield "more power than its limit", f"{drew}: {why}"
             break
-    has = d.memory_gib or math.inf
-    if (gib := max(m.peak_reserved_gib or 0, m.peak_allocated_gib or 0)) > has * 1.001:
-        yield (
-            "more memory than its device has",
-            (f"the run held {gib:,.2f} GiB, which is impossible: the device has {has:,.2f}"),
-        )
+    gib = max(m.peak_reserved_gib or 0, m.peak_allocated_gib or 0)
+    yield from memory_remark(gib, d.memory_gib)
     low, high = random_loss(r) or (-math.inf, math.inf)
     if m.first_loss is not None and not low <= m.first_loss <= high:
-        yield (
-            "first loss not that of random values",
-            (
-                f"the first loss is {m.first_loss:.2f}, and random values on random tokens give "
-                f"{low:.2f} to {high:.2f}: the model does not compute what it should"
-            ),
-        )
+        right = f"random values on random tokens give {low:.2f} to {high:.2f}"
+        why = f"{right}: the model does not compute what it should"
+        text = f"the first loss is {m.first_loss:.2f}, and {why}"
+        yield "first loss not that of random values", text
     edited = "was the file edited?"
     if r.step_times_s and min(r.step_times_s) <= 0:
         yield "impossible step times", edited
@@ -208,27 +195,29 @@ def random_loss(r: "Result") -> tuple[float, float] | None:
     return middle - wide, max(middle, self_logit) + wide
 
 
+def memory_remark(gib: float | None, has: float | None) -> Iterator[tuple[str, str]]:
+    """A remark's text and advice if a peak of memory is more than the device has [GiB]."""
+    if gib and has and gib > (1 + MEMORY_SLACK) * has:
+        held = f"the run held {gib:,.2f} GiB, which is impossible"
+        yield "more memory than its device has", f"{held}: the device has {has:,.2f}"
+
+
 def drift_remark(step_times_s: list[float]) -> Iterator[tuple[str, str]]:
     """A remark's text and advice if step time changed over the window by more than chance."""
     change, drifts = drift(step_times_s)
     if drifts:
-        yield (
-            f"drift {change:+.1%}",
-            (
-                f"step time changed by {change:+.1%} over the window (last third to first): the device "
-                "may not have been in a steady state; use more --warmup-steps and --n-steps"
-            ),
-        )
+        changed = f"step time changed by {change:+.1%} over the window (last third to first)"
+        why = "the device may not have been in a steady state"
+        cure = "use more --warmup-steps and --n-steps"
+        yield f"drift {change:+.1%}", f"{changed}: {why}; {cure}"
 
 
 def _disturbances(r: "Result") -> Iterator[tuple[str, str]]:
     m = r.metrics
     yield from drift_remark(r.step_times_s)
     if (behind := m.device_imbalance or 0) > SLOW_DEVICE and r.device.type == "cuda":
-        yield (
-            f"rank {m.slowest_device}: its GPU multiplies {behind:.0%} slower than the mean",
-            ("every other one waits for it: look at its clocks, power and temperature"),
-        )
+        slow = f"rank {m.slowest_device}: its GPU multiplies {behind:.0%} slower than the mean"
+        yield slow, "every other one waits for it: look at its clocks, power and temperature"
     others, stolen = m.other_cpu_fraction or 0, m.stolen_cpu_fraction or 0
     if others > (BUSY_CPU if r.device.type == "cpu" else BUSY_HOST):
         took = f"other processes took {others:.0%} of the machine's CPU time in the window"

@@ -12,7 +12,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from llm_train_bench.base.tables import markdown_text
-from llm_train_bench.results.metrics import FINAL_METRICS
+from llm_train_bench.results.metrics import COMPARED
 from llm_train_bench.results.result_files import Step, finite_numbers, step_figures
 from llm_train_bench.results.schema import METER_LENGTH, Result
 from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults
@@ -119,7 +119,7 @@ class TensorBoardFile:
             plain = isinstance(value, bool | int | float | str)
             settings[name] = value if plain else str(value).lower()
         settings.pop("config", None)
-        metrics = finite_numbers({f"final/{name}": getattr(m, name) for name in FINAL_METRICS})
+        metrics = finite_numbers({f"final/{name}": getattr(m, name) for name in COMPARED})
         for summary in hparams(settings, metrics):
             self._add(summary=summary)
         # Each final figure is a line over its steps: one dot would be no curve.

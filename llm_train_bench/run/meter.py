@@ -373,8 +373,8 @@ class Meter(RunRecord):
 
     def _look(self, trace: Trace) -> None:
         self.result.observed = observe(trace, True, self.ranks.world, assume_math=False)
-        for text in fallbacks(trace):
-            self.result.remark(text)
+        for text, advice in fallbacks(trace):
+            self.result.remark(text, advice=advice)
         if not self.seq_len:
             self.lengths |= sequence_lengths(trace)
 

@@ -168,8 +168,8 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     ran = o.kernels
     if len(ran) == 1:
         (result.attention_kernel,) = ran
-    for text in fallbacks(trace, steps_optimizer=work.pass_type == "step"):
-        result.remark(text)
+    for text, advice in fallbacks(trace, steps_optimizer=work.pass_type == "step"):
+        result.remark(text, advice=advice)
     if "math" in ran and asked == "auto":
         advice = "use a head size that the fused kernels have, or a newer GPU or PyTorch"
         result.remark("fallback: attention in plain matmuls (math)", "information", advice)

@@ -8,7 +8,6 @@ import hashlib
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from llm_train_bench import __version__
 from llm_train_bench.base import hardware
 from llm_train_bench.base.files import CREDENTIALS, ROOT, SECRET
-from llm_train_bench.base.machine import cpu_name, installed_version, n_cores
+from llm_train_bench.base.machine import cpu_name, installed_version, n_cores, output_of
 from llm_train_bench.compare.setting import setting_name
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
@@ -230,19 +229,19 @@ def source_revision() -> dict[str, str | bool | None]:
     git = ("git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
     # An image has the tree without its history; it knows the revision it was built from. An installed
     # package has neither, though it may lie inside a user's repository.
-    sha = _output(*git, "rev-parse", "HEAD") if (ROOT / ".git").exists() else None
+    sha = output_of(*git, "rev-parse", "HEAD") if (ROOT / ".git").exists() else None
     if not sha:
         built_from = os.environ.get("BENCH_GIT_SHA")
         return {
             "git_sha": None if built_from == "unknown" else built_from or None,
             "git_dirty": None,
         }
-    changes = _output(
+    changes = output_of(
         *git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!configs/roofs.json"
     )
     revision = {"git_sha": sha, "git_dirty": bool(changes)}
     if changes:  # two edits of one commit are two programs
-        edit = _output(*git, "diff", "HEAD", "--", ".", ":!benchmarks/results") or ""
+        edit = output_of(*git, "diff", "HEAD", "--", ".", ":!benchmarks/results") or ""
         revision["git_diff"] = hashlib.sha256((changes + edit).encode()).hexdigest()[:10]
     return revision
 
@@ -258,14 +257,6 @@ def _nccl() -> str | None:
 @functools.cache
 def _driver() -> str | None:
     if torch.version.hip:
-        return _output("cat", "/sys/module/amdgpu/version") or None
-    text = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        return output_of("cat", "/sys/module/amdgpu/version") or None
+    text = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return text.splitlines()[0] if text else None
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

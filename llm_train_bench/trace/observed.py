@@ -100,15 +100,16 @@ def observe(trace: Trace, trains: bool, ranks: int = 1, assume_math: bool = True
     )
 
 
-def fallbacks(trace: Trace, steps_optimizer: bool = True) -> Iterator[str]:
-    """What ran slower than it could, in words: an optimizer that is not fused, copies that wait."""
+def fallbacks(trace: Trace, steps_optimizer: bool = True) -> Iterator[tuple[str, str]]:
+    """What ran slower than it could, and what to do: unfused optimizers, copies that wait."""
     names = {s.name for s in (*trace.host_spans, *trace.gpu)}
     if steps_optimizer and not any(map(_FUSED_OPTIMIZER.search, names)):
-        yield "fallback: optimizer that is not fused"
+        yield "fallback: optimizer that is not fused", "use fused=True, where it has that"
     copies = [s.name for s in trace.gpu if _WAITING_COPY.search(s.name) and "Pinned" not in s.name]
     for name, calls in Counter(copies).items():
         per_step = calls / max(1, len(trace.steps))
-        yield f"fallback: host copy that waits: {name}, {per_step:g} a step"
+        text = f"fallback: host copy that waits: {name}, {per_step:g} a step"
+        yield text, "copy from pinned memory with non_blocking=True"
 
 
 def sequence_lengths(trace: Trace) -> set[int]:
