@@ -57,9 +57,8 @@ class RunsFlags:
 class ReportFlags:
     """The report.
 
-    output_dir: Write compare.csv, compare.json, runs.csv, compare.md and report.html here. With
-        --baseline: gate.md, a comment for a pull request, and benchmark.json for
-        github-action-benchmark.
+    output_dir: Write compare.csv, compare.json, runs.csv and report.html here. With
+        --baseline: gate.md, a comment for a pull request.
     tokens: Tokens of a training run; also prints its days.
     experiment: Experiment file with prices and power limits by platform.
     usd_per_hour: Prices per GPU-hour, for example "H100 SXM=2.5".

@@ -2,7 +2,7 @@
 
     python trace_report.py runs/RUN/trace/rank0.pt.trace.json.gz
     python trace_report.py BEFORE.json.gz AFTER.json.gz
-    python trace_report.py runs/RUN --html timeline.html     (all ranks: who waits for whom)
+    python trace_report.py runs/RUN     (all ranks: who waits for whom)
 
 Reads torch.profiler's traces from our runs or any other PyTorch program, on CPU, CUDA and ROCm.
 Needs no torch and no GPU.
@@ -20,7 +20,6 @@ import llm_train_bench.base.start  # noqa: F401
 from rich.console import Console
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.tables import markdown_table, milliseconds, plain_console, short
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import parse_json
@@ -28,7 +27,7 @@ from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
 from llm_train_bench.trace.breakdown import Breakdown, break_down
 from llm_train_bench.trace.breakdown_table import show_breakdown
-from llm_train_bench.trace.rank_tables import ranks_as_json, show_ranks, timeline_page
+from llm_train_bench.trace.rank_tables import ranks_as_json, show_ranks
 from llm_train_bench.trace.rank_traces import read_ranks, waiting
 from llm_train_bench.trace.read_trace import Trace, read_trace
 
@@ -39,12 +38,10 @@ class ReportArgs:
 
     traces: One trace (.json or .json.gz), two to compare, or a directory with the traces of all ranks.
     json: Print JSON instead of tables.
-    html: Write the timelines of all ranks, for a directory.
     """
 
     traces: tuple[str, ...] = flag((), metavar="TRACE [TRACE]", positional=True)
     json: bool = flag(False)
-    html: str | None = flag(None, metavar="FILE")
 
 
 @tool("trace_report.py")
@@ -57,10 +54,13 @@ def main(argv: Sequence[str]) -> int:
     if directories:
         if len(args.traces) > 1:
             raise UsageError(f"{directories[0]}: is a directory; give it alone")
-        report_ranks(Path(directories[0]), args)
+        ranks = read_ranks(Path(directories[0]))
+        waits = waiting(ranks)
+        if args.json:
+            print(json.dumps(ranks_as_json(ranks, waits), indent=1))
+        else:
+            show_ranks(ranks, waits)
         return 0
-    if args.html:
-        raise UsageError("--html: needs a directory with the traces of all ranks")
     traces = [understand(path) for path in args.traces]
     console = plain_console(width=None if sys.stdout.isatty() else 160)
     if args.json:
@@ -80,22 +80,6 @@ def main(argv: Sequence[str]) -> int:
         console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
         show_breakdown(console, "class", b)
     return 0
-
-
-def report_ranks(directory: Path, args: ReportArgs) -> None:
-    """The ranks of a run side by side."""
-    ranks = read_ranks(directory)
-    waits = waiting(ranks)
-    if args.json:
-        print(json.dumps(ranks_as_json(ranks, waits), indent=1))
-    else:
-        show_ranks(ranks, waits)
-    if args.html:
-        try:
-            write_whole(Path(args.html), timeline_page(directory.name, ranks, waits))
-        except OSError as error:
-            raise UsageError(f"--html {args.html}: cannot be written: {error.strerror}") from None
-        print(f"wrote {args.html}", file=sys.stderr)
 
 
 def understand(path: str) -> tuple[Trace, Breakdown]:

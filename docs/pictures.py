@@ -11,10 +11,6 @@ IMAGES = ROOT / "docs" / "images"
 SETTINGS = (
     "amp=off,bf16 pt-compile=false,true bsz=8 seq-len=256 n-steps=40 warmup-steps=5 device=cpu"
 )
-TRACED = (
-    "train_fsdp.py configs/llama-tiny.json --nproc 2 --device cpu --amp off --bsz 4 --seq-len 256 "
-    "--n-steps 3 --warmup-steps 2 --profile --profile-steps 1 --run-name llama-tiny-fsdp --output-dir"
-)
 
 
 def run(*argv: str) -> None:
@@ -36,7 +32,7 @@ def draw(page: Path, name: str, width: int, height: int, more: str = "", link: s
 
 
 def main() -> None:
-    """A sweep as a report, and a step of two ranks as a timeline."""
+    """A sweep as a report."""
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
@@ -45,9 +41,6 @@ def main() -> None:
         run(*sweep, "--output-dir", runs, "--set", *SETTINGS.split())
         run("compare.py", f"{runs}/runs", "--output-dir", folder)
         draw(top / "report.html", "report.png", 1500, 612)
-        run(*TRACED.split(), folder)
-        run("trace_report.py", f"{folder}/llama-tiny-fsdp", "--html", f"{folder}/timeline.html")
-        draw(top / "timeline.html", "timeline.png", 1250, 265)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import gzip
 import itertools
 import json
 import math
-import re
 import shutil
 
 import numpy as np
@@ -296,8 +295,7 @@ def test_the_straggler_is_named_with_what_others_wait_for_it(tmp_path, output_of
     """Rank 1 computes 2 ms longer, rank 2 half: 0 waits 2 ms a call for rank 1, and 2 waits 1.5."""
     for rank, late in ((0, 0), (1, 2000), (2, 500)):
         rank_trace(tmp_path, rank, late)
-    page = tmp_path / "page.html"
-    out = output_of(trace_report.main, tmp_path, "--html", page)
+    out = output_of(trace_report.main, tmp_path)
     assert "rank 1 is the straggler: others wait for it 10.500 ms a step, 100% of all" in out
     lines = [[c.strip() for c in line.split("|")] for line in out.splitlines() if "|" in line]
     rows = {line[1]: line for line in lines}
@@ -305,9 +303,6 @@ def test_the_straggler_is_named_with_what_others_wait_for_it(tmp_path, output_of
     assert rows["1"][2:9] == ["15.000", "9.000", "6.000", "0.000", "0.000", "0.000", "10.500"]
     assert rows["0"][7] == "6.000" and rows["2"][7] == "4.500"
     assert rows["all_reduce"][2:6] == ["3", "9.500", "9.500", "3.500"]
-    text = page.read_text()
-    assert text.count("<path") == 9 and "rank 1: computation, 9.00 of 15.00 ms" in text
-    assert not re.findall(r"(?:src|href|url|import)\b *[=(]", text)
     content = json.loads(output_of(trace_report.main, tmp_path, "--json"))
     assert content["waiting"][0] == {"rank": 0, "for": 1, "seconds": pytest.approx(0.006)}
     rank_trace(tmp_path, 2, 0, calls=2)  # a rank that recorded less

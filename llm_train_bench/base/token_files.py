@@ -37,7 +37,7 @@ def open_tokens(path: str | Path, dtype: str = "auto") -> np.ndarray:
         raise UsageError(f"{path}: cannot be read: {reason}") from None
     header = np.frombuffer(start, dtype="<i4") if len(start) == HEADER_BYTES else [0]
     if int(header[0]) not in {magic for magic, _ in FORMATS}:
-        return _open_bare(path, size, dtype, start)
+        return _open_bare(path, size, dtype)
     width = FORMATS.get((int(header[0]), int(header[1])))
     if width is None:
         raise UsageError(
@@ -82,29 +82,17 @@ class Windows:
         return int(self.orders[epoch][index]) * self.seq_len
 
 
-def _open_bare(path: Path, size: int, dtype: str, start: bytes) -> np.ndarray:
+def _open_bare(path: Path, size: int, dtype: str) -> np.ndarray:
     """An array of ids without a header, in the format that --data-dtype names."""
     if dtype == "auto":
         raise UsageError(
-            f"{path}: has no header that says it holds tokens{_looks_like(start)}; make token files with "
+            f"{path}: has no header that says it holds tokens; make token files with "
             "prepare_data.py, or name the format of a bare array: --data-dtype uint16 (or uint32)"
         )
     width = np.dtype(dtype).itemsize
     if size % width or not size:
         raise UsageError(f"{path}: {size} bytes are no array of {dtype}; is it complete?")
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
-
-
-def _looks_like(start: bytes) -> str:
-    """What the beginning of a file suggests that it is, as a part of a sentence."""
-    if start.startswith(b"\x93NUMPY"):
-        return " (it is a .npy file: write the bare tokens, with .tofile())"
-    if start.startswith((b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd")):
-        return " (it is compressed)"
-    with contextlib.suppress(UnicodeDecodeError):
-        if start[:1000].decode().isprintable() or b"\n" in start[:1000]:
-            return " (it looks like text)"
-    return ""
 
 
 def write_tokens(path: str | Path, parts: Iterable[np.ndarray], vocab_size: int) -> int:

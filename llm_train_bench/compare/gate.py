@@ -1,15 +1,13 @@
 """Did it get slower? Runs against stored runs: yes, no, or uncertain. Needs no torch.
 
-For tests of your own: `assert_no_regression`, or pytest's fixture `no_regression` (pytest_plugin.py).
+For tests of your own: `assert_no_regression`.
 """
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import write_whole
@@ -46,7 +44,6 @@ class Figures:
     rate: Mean
     low: float
     high: float
-    samples_per_sec_per_gpu: float | None
     memory_gib: float | None
     memory_mean_gib: float | None
     power_limit_w: float | None
@@ -114,7 +111,6 @@ def figures_of(runs: Sequence[Record]) -> Figures:
         rate=mean,
         low=max(low, 0.0),
         high=high,
-        samples_per_sec_per_gpu=mean.value / runs[0].seq_len if runs[0].seq_len else None,
         memory_gib=max((r.memory_gib for r in runs if r.memory_gib), default=None),
         memory_mean_gib=max(most, default=None),
         power_limit_w=runs[0].power_limit_w,
@@ -270,16 +266,13 @@ def gate(
 ) -> int:
     """Judge runs by those in the file `baseline`; returns the exit code.
 
-    The `tolerance` is a fraction. The `directory` gets gate.md, a comment for a pull request, and
-    benchmark.json, the figures for github-action-benchmark (customBiggerIsBetter).
+    The `tolerance` is a fraction. The `directory` gets gate.md, a comment for a pull request.
     """
     verdicts = judge_all(paths, baseline, tolerance)
     code = gate_code(verdicts, allowed)
     if directory:  # before the lines: nobody may read those to their end
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / "gate.md", comment(verdicts, code))
-        points = json.dumps(benchmark_points(verdicts), indent=1)
-        write_whole(directory / "benchmark.json", points + "\n")
     for verdict in verdicts:
         print(printable(verdict.line))
     if not any(verdict.judged for verdict in verdicts):
@@ -290,8 +283,8 @@ def gate(
 def comment(verdicts: Sequence[Verdict], code: int) -> str:
     """The verdicts as Markdown for a pull request: what failed first."""
     titles = {0: "no regression", 1: "something got worse", 5: "not everything could be judged"}
-    columns = "setting", "verdict", "tokens/s per GPU", "samples/s", "peak GiB", "mean GiB"
-    keys = "tokens_per_sec_per_gpu", "samples_per_sec_per_gpu", "memory_gib", "memory_mean_gib"
+    columns = "setting", "verdict", "tokens/s per GPU", "peak GiB", "mean GiB"
+    keys = "tokens_per_sec_per_gpu", "memory_gib", "memory_mean_gib"
     rows = []
     for v in sorted(verdicts, key=lambda v: (v.status == "ok", v.status not in WORSE)):
         cells = [printable(v.name), v.status.lower()]
@@ -303,18 +296,3 @@ def comment(verdicts: Sequence[Verdict], code: int) -> str:
     lines = [f"- {markdown_cell(printable(v.line))}\n" for v in verdicts if v.status != "ok"]
     table = markdown_text(columns, rows)
     return f"### Training speed: {titles[code]}\n\n{table}" + "".join(["\n" * bool(lines), *lines])
-
-
-def benchmark_points(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """The figures in github-action-benchmark's form `customBiggerIsBetter`: two series a setting."""
-    return [
-        {"name": f"{v.name}: {what}", "unit": unit, "value": getattr(v.now, key)}
-        | ({"range": f"{v.now.low:.1f} to {v.now.high:.1f}"} if key.startswith("tok") else {})
-        | {"extra": v.line}
-        for v in {v.name: v for v in verdicts}.values()
-        if v.now
-        for key, what, unit in (
-            ("tokens_per_sec_per_gpu", "speed", "tokens/s per GPU"),
-            ("samples_per_sec_per_gpu", "samples", "samples/s per GPU"),
-        )
-    ]

@@ -1,4 +1,4 @@
-"""A comparison as tables, CSV, Markdown and one HTML file. Needs no torch."""
+"""A comparison as tables, CSV, JSON and one HTML file. Needs no torch."""
 
 import datetime
 import json
@@ -12,9 +12,7 @@ from llm_train_bench.base.files import shown_path, shown_word, write_whole
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tables import (
     grouped,
-    markdown_cell,
     markdown_table,
-    markdown_text,
     memory_text,
     number,
     show_whole,
@@ -188,17 +186,6 @@ def write(
         "runs": runs,
     }
     write_whole(directory / "compare.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-    differ, shared = provenance(rows)
-    sections = list(tables(rows, tokens))
-    if len(differ[0]) > 1:
-        sections.append(("Provenance: what differs", differ[0], differ[1:]))
-    with (directory / "compare.md").open("w", encoding="utf-8") as f:
-        for title, columns, lines in sections:
-            f.write(f"## {markdown_cell(title)}\n\n{markdown_text(columns, lines)}\n")
-        if shared:
-            f.write("## Provenance: the same for all runs\n\n")
-            f.writelines(f"- {markdown_cell(name)}: {markdown_cell(v)}\n" for name, v in shared)
-        f.write(f"\nMade {_today()} by llm-train-bench {__version__}.\n")
     (directory / "report.html").write_text(html(rows, tokens, remarks, priced), encoding="utf-8")
     return f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}\n"
 

@@ -48,7 +48,7 @@ class TensorBoardFile:
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.n_devices, self.memory = n_devices, memory
         self.last_memory, self.last_memory_step = 0.0, -1
-        self.tokens = self.last_step = 0
+        self.last_step = 0
 
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
@@ -64,10 +64,8 @@ class TensorBoardFile:
         scalars = step_figures(step) | {"speed/model_tflops_per_gpu": tflops, "speed/mfu": mfu}
         if time.perf_counter() - self.last_memory > self.MEMORY_INTERVAL_S:
             self._add_memory(step.step)
-        self.tokens, self.last_step = self.tokens + step.tokens, step.step
+        self.last_step = step.step
         self._scalars(scalars, step.step)
-        by_tokens = {"by_tokens/loss": step.loss, "by_tokens/tokens_per_sec": rate}
-        self._scalars(by_tokens, self.tokens)
 
     def _add_memory(self, step: int) -> None:
         self.last_memory, self.last_memory_step = time.perf_counter(), step

@@ -380,11 +380,11 @@ def sweep(
     return pieces
 
 
-def joined(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """The intervals in order, with those that overlap or lie at most `gap` apart as one."""
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """The intervals in order, with those that overlap or touch as one."""
     result: list[Interval] = []
     for a, b in sorted(intervals):
-        if result and a - result[-1][1] <= gap:
+        if result and a <= result[-1][1]:
             result[-1] = result[-1][0], max(result[-1][1], b)
         elif b > a:
             result.append((a, b))

@@ -1,31 +1,10 @@
-"""The ranks of a run as tables, as JSON, and as a page with their timelines. Needs no torch."""
+"""The ranks of a run as tables and as JSON. Needs no torch."""
 
-import html
 from collections.abc import Sequence
 from typing import Any
 
 from llm_train_bench.base.tables import markdown_table, milliseconds, show_whole
-from llm_train_bench.trace.breakdown import joined, union
 from llm_train_bench.trace.rank_traces import Rank, Waiting
-
-# Lanes of more ranks nobody tells apart; the table has all.
-MOST_LANES = 32
-WIDTH = 1200
-LANE_COLOURS = {"computation": "#3b6fb6", "communication": "#d9822b", "copies": "#8c8c3a"}
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{name}: one step of each rank</title>
-<style>:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 1.2rem; }} div {{ overflow-x: auto; }}
-svg {{ width: 100%; min-width: 40rem; height: auto; }} svg text {{ fill: currentColor; font-size: 12px; }}
-i {{ display: inline-block; width: .8em; height: .8em; }} span {{ margin-right: 1em; }}</style></head>
-<body><h1>{name}: one step of each rank</h1><ul>{said}</ul>
-<p>{legend} Each rank has its own clock; its lanes begin with its step. Point at a lane for its sum.</p>
-{more}
-<div><svg viewBox="0 0 {width} {height}" role="img" aria-label="timelines">{lanes}{ticks}</svg></div>
-</body></html>
-"""
 
 
 def show_ranks(ranks: Sequence[Rank], waits: Waiting) -> None:
@@ -112,44 +91,3 @@ def ranks_as_json(ranks: Sequence[Rank], waits: Waiting) -> dict[str, Any]:
         "collectives": by_collective(ranks, waits),
         "matched": waits.matched, "unmatched": waits.unmatched,
     }  # fmt: skip
-
-
-def timeline_page(name: str, ranks: Sequence[Rank], waits: Waiting) -> str:
-    """One step of each rank as lanes, in one file of HTML that needs no other."""
-    shown = sorted(ranks, key=lambda r: -waits.caused_by(r.rank))[:MOST_LANES]
-    shown.sort(key=lambda r: r.rank)
-    longest = max(r.step_us for r in shown)
-    lanes, y = [], 0
-    for r in shown:
-        lanes.append(f'<text x="0" y="{y + 24}">rank {r.rank}</text>')
-        for lane, (kind, intervals) in enumerate(r.lanes.items()):
-            top = y + 12 * lane
-            busy = union(intervals) / 1e3
-            pixels = (
-                (max(a * WIDTH / longest, 0.0), min(b * WIDTH / longest, WIDTH))
-                for a, b in intervals
-            )
-            drawn = "".join(
-                f"M{70 + a:.1f},{top}h{max(b - a, 0.4):.1f}v10h-{max(b - a, 0.4):.1f}z"
-                for a, b in joined(pixels, gap=0.5)
-            )
-            lanes.append(
-                f'<path d="{drawn}" fill="{LANE_COLOURS[kind]}"><title>rank {r.rank}: {kind}, '
-                f"{busy:,.2f} of {r.step_us / 1e3:,.2f} ms</title></path>"
-            )
-        y += 46
-    ticks = "".join(
-        f'<text x="{70 + WIDTH * i / 8:.0f}" y="{y + 12}">{longest * i / 8e3:,.1f} ms</text>'
-        for i in range(9)
-    )
-    legend = " ".join(
-        f'<span><i style="background:{colour}"></i> {kind}</span>'
-        for kind, colour in LANE_COLOURS.items()
-    )
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in verdict_on_ranks(ranks, waits))
-    more = len(ranks) - len(shown)
-    return PAGE.format(
-        name=html.escape(name), said=said, legend=legend, lanes="".join(lanes), ticks=ticks,
-        more=f"<p>{more} more ranks are in the table.</p>" if more else "", width=WIDTH + 150,
-        height=y + 20,
-    )  # fmt: skip

@@ -45,9 +45,6 @@ class Rank:
     """Lengths of a collective's calls, in order, by its kind and process group."""
     exposed: dict[str, float]
     """By kind: when nothing computes."""
-    lanes: dict[str, list[Interval]]
-    """One step's intervals of computation, communication and copies."""
-    step_us: float
 
 
 @dataclasses.dataclass
@@ -103,46 +100,24 @@ def read_ranks(directory: Path) -> list[Rank]:
 
 
 def summary_of(trace: Trace, number: int) -> Rank:
-    """A rank's breakdown, collectives and lanes."""
+    """A rank's breakdown and collectives."""
     labelled = [(s, kernel_class(s.name)) for s in trace.gpu] if trace.gpu else _host_spans(trace)
-    # On a CPU a collective is the transfer itself, not the call or the wait around it.
-    collectives = [
-        s
-        for s, label in labelled
-        if label == COMMUNICATION and (trace.gpu or s.name.startswith(("gloo:", "nccl:")))
-    ]
     calls: dict[tuple[str, str], list[float]] = defaultdict(list)
     times: dict[str, list[Interval]] = defaultdict(list)
-    for span in collectives:
+    for span, label in labelled:
+        # On a CPU a collective is the transfer itself, not the call or the wait around it.
+        transfer = trace.gpu or span.name.startswith(("gloo:", "nccl:"))
+        if label != COMMUNICATION or not transfer:
+            continue
         kind = collective_kind(span.args.get("Collective name"), span.name)
         calls[kind, str(span.args.get("Process Group Name", ""))].append(span.length)
         times[kind].append((span.start, span.end))
     busy = joined(
         (s.start, s.end) for s, label in labelled if label not in (COMMUNICATION, COPIES, HOST)
     )
-    first = trace.steps[0] if trace.steps else None
-    begin = first.start if first else min(s.start for s, _ in labelled)
-    end = first.end if first else max(s.end for s, _ in labelled)
-    if trace.gpu and len(trace.steps) > 1:
-        end = trace.steps[1].start  # the GPU runs behind the host
-    lanes = {
-        "computation": busy,
-        "communication": joined((s.start, s.end) for s in collectives),
-        "copies": joined((s.start, s.end) for s, label in labelled if label == COPIES),
-    }
-    return Rank(
-        number,
-        trace.path,
-        trace.device_name,
-        break_down(trace),
-        dict(calls),
-        {kind: union([*busy, *intervals]) - union(busy) for kind, intervals in times.items()},
-        {
-            name: [(a - begin, b - begin) for a, b in lane if b > begin and a < end]
-            for name, lane in lanes.items()
-        },
-        end - begin,
-    )
+    exposed = {kind: union([*busy, *each]) - union(busy) for kind, each in times.items()}
+    breakdown = break_down(trace)
+    return Rank(number, trace.path, trace.device_name, breakdown, dict(calls), exposed)
 
 
 def _host_spans(trace: Trace) -> list[tuple[Span, str]]:

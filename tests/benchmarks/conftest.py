@@ -12,6 +12,7 @@ import functools
 import pytest
 
 from benchmarks.common import run_train, run_train_apart
+from tests.benchmarks.plugin import no_regression, pytest_addoption  # noqa: F401
 
 SETTINGS = {
     "gpt2-tiny fp32": "configs/gpt2-tiny.json --amp off --bsz 8",
@@ -47,7 +48,7 @@ def measured(request, tmp_path):
     """The directory with three runs of a setting; skipped without --train-baseline."""
 
     def measure(name):
-        if request.config.getoption("--train-baseline") is None:
+        if request.config.getoption("--train-baseline", None) is None:
             pytest.skip("no --train-baseline to hold the runs against")
         words = [*SETTINGS[name].split(), "--seq-len", 128, "--no-tensorboard"]
         for i in range(3):

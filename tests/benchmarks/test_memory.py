@@ -3,8 +3,8 @@
 import pytest
 
 from llm_train_bench.compare.gate import judge_all
-from llm_train_bench.compare.pytest_plugin import tolerance_in
 from tests.benchmarks.conftest import SETTINGS
+from tests.benchmarks.plugin import tolerance_in
 
 
 def test_memory(run, record, benchmark):
