@@ -141,9 +141,7 @@ MOMENTS: dict[str, Callable[[Path, Path, random.Random], bool]] = {
     "at a time": lambda run, place, draw: draw.random() < 0.004,
     "in set-up": lambda run, place, draw: (run / "result.json").exists(),
     "before the first save": lambda run, place, draw: (run / "steps.jsonl").exists(),
-    "while training": lambda _, place, draw: (
-        len(list(place.glob("step-*"))) >= 2 and draw.random() < 0.02
-    ),
+    "while training": lambda _, place, draw: len(committed(place)) >= 2 and draw.random() < 0.02,
     "during a save": lambda run, place, draw: any(place.glob(".step-*")),
 }
 WHO = ("one rank", "all ranks", "launcher", "everything")
@@ -358,11 +356,8 @@ def check_second_signal(kind: str, top: Path) -> None:
         codes = job.finish(60)
         took = time.monotonic() - begin
     r = read_result(out / "r/result.json")
-    assert took < 25 and set(codes) == {1 if kind == "torchrun" else 130}, (
-        took,
-        codes,
-        log.read_text()[-2000:],
-    )
+    said = took, codes, log.read_text()[-2000:]
+    assert took < 25 and set(codes) == {1 if kind == "torchrun" else 130}, said
     why = "a second signal" if kind in ("script", "agents") else "SIGTERM"
     assert (r.status, r.error) == ("interrupted", f"interrupted by {why}"), r.error
     assert "Traceback" not in log.read_text() and not committed(out / "r/checkpoints")

@@ -23,6 +23,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import threading
 import time
 import types
@@ -58,7 +59,7 @@ from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.shares import divided
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel import ddp
+from llm_train_bench.parallel import ddp, fsdp
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
 from llm_train_bench.parallel.layout import Gradients, RankLayout
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather, join, leave
@@ -94,6 +95,8 @@ TOKENS = {
 
 # What may run beside an exchange, and when it begins and ends.
 EVENTS = (*TOKENS, "wait_tensor", "mm", "addmm", "_grouped_mm")
+# Methods of a layout that wait for the numbers of experts' rows.
+ASKED = ("rows_to_send", "capacity_needed")
 # What makes the host wait for a GPU: values that are read, copied there, or counted.
 WAITS = ("_local_scalar_dense", "lift_fresh", "nonzero")
 
@@ -132,7 +135,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self, keeps: bool):
         super().__init__()
         self.keeps = keeps  # gradients
-        self.bytes, self.calls, self.events = Counter(), Counter(), []
+        self.bytes, self.calls, self.asked, self.events = Counter(), Counter(), Counter(), []
         self.held, self.kernels = {}, 0
         self.most_held, self.looking = 0, True
         self.model, self.gradients = None, {}
@@ -166,6 +169,16 @@ class Traffic(TorchDispatchMode):
 
         return called
 
+    def counted(self, owner, name: str):
+        """A patch under which calls of a method are counted."""
+        method = getattr(owner, name)
+
+        def called(*args):
+            self.asked[name] += 1
+            return method(*args)
+
+        return mock.patch.object(owner, name, called)
+
     def at_step(self, model, optimizer) -> None:
         """Keep the first step's gradients; of a resumed run what was loaded."""
         if self.gradients:
@@ -180,11 +193,8 @@ class Traffic(TorchDispatchMode):
             self.gradients = {f"p/{n}": t for n, t in wholes(model, named).items()}
         keys = {key for state in optimizer.state.values() for key, t in state.items() if t.ndim}
         for key in sorted(keys):  # in the same order on all ranks
-            state = {
-                n: optimizer.state[p][key]
-                for n, p in named.items()
-                if key in optimizer.state.get(p, ())
-            }
+            states = ((n, optimizer.state.get(p, {})) for n, p in named.items())
+            state = {n: state[key] for n, state in states if key in state}
             self.gradients |= {f"{key}/{n}": t for n, t in wholes(model, state).items()}
 
     def _look_at(self, tensor) -> None:
@@ -218,9 +228,7 @@ class Traffic(TorchDispatchMode):
             if name == "all_to_all_single" and not sum(args[1]):
                 self.calls["exchanges that brought nothing"] += 1
             self.bytes[TOKENS[name]] += size * whole
-        elif (
-            "_scaled_dot_product" in name or name == "block_attention"
-        ) and "backward" not in name:
+        elif re.match("_scaled_dot_product|block_attention", name) and "backward" not in name:
             self.kernels += 1
             self.calls.setdefault("gathers before attention", self.calls["all_gather"])
         made = func(*args, **(kwargs or {}))
@@ -268,37 +276,22 @@ def restless(best):
     return chosen
 
 
-# Ways to break layouts, which tests/layouts.py must see.
+# Ways to break layouts, which tests/layouts.py must see: where, which name, and what it is then.
 MUTANTS = {
-    "documents see each other": lambda: mock.patch.object(
-        transformer, "Seen", lambda window=None, starts=None, *rest: Seen(window, None, *rest)
-    ),
-    "gradients are averaged": lambda: mock.patch(
-        "llm_train_bench.parallel.fsdp.sharded_modules", lambda model: []
-    ),
-    "fused weights are cut unordered": lambda: mock.patch(
-        "llm_train_bench.parallel.fsdp.own_part", unordered
-    ),
-    "norms' gradients stay partial": lambda: mock.patch.object(
-        Gradients, "partial", property(lambda self: [], lambda self, value: None), create=True
-    ),
-    "a tied head's gradients stay apart": lambda: mock.patch.object(
-        RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)
-    ),
-    "rows that do not fit are lost": lambda: mock.patch.object(
-        RankLayout, "capacity_needed", lambda self: (False, 1.0)
-    ),
-    "scales are of a rank's part": lambda: mock.patch.object(
-        RankLayout,
-        "highest",
-        lambda self, numbers, *kinds, whole=RankLayout.highest: (
-            numbers if kinds else whole(self, numbers)
-        ),
-    ),
-    "recomputation routes otherwise": lambda: mock.patch.object(
-        Router, "best", restless(Router.best)
-    ),
-}
+    "documents see each other": (
+        transformer, "Seen", lambda window=None, starts=None, *rest: Seen(window, None, *rest)),
+    "gradients are averaged": (fsdp, "sharded_modules", lambda model: []),
+    "fused weights are cut unordered": (fsdp, "own_part", unordered),
+    "norms' gradients stay partial": (
+        Gradients, "partial", property(lambda self: [], lambda self, value: None)),
+    "a tied head's gradients stay apart": (
+        RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)),
+    "rows that do not fit are lost": (RankLayout, "capacity_needed", lambda self: (False, 1.0)),
+    "scales are of a rank's part": (
+        RankLayout, "highest", lambda self, numbers, *kinds, whole=RankLayout.highest: (
+            numbers if kinds else whole(self, numbers))),
+    "recomputation routes otherwise": (Router, "best", restless(Router.best)),
+}  # fmt: skip
 
 
 def sharded(ranks, *flags, seq_len=8, config=LLAMA, convert=lambda model: None):
@@ -463,15 +456,8 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 stack.enter_context(watched(*attention))
                 stack.enter_context(watched("dropout", generator_digest, states))
                 stack.enter_context(traffic)
-            waits = [
-                stack.enter_context(
-                    mock.patch.object(
-                        RankLayout, name, autospec=True, side_effect=getattr(RankLayout, name)
-                    )
-                )
-                for name in ("rows_to_send", "capacity_needed")
-            ]
             for patch in (
+                *(traffic.counted(RankLayout, name) for name in ASKED),
                 groups_of_all_jobs(made),
                 *(mock.patch.object(m, "build_optimizer", traffic.built) for m in OPTIMIZERS),
                 mock.patch("llm_train_bench.model.init.fill_normal", traffic.fill_normal),
@@ -485,7 +471,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                     for place in (dist, distributed_c10d)
                     for name in ("all_gather_object", "gather_object")
                 ),
-                MUTANTS[mutant]() if mutant else contextlib.nullcontext(),
+                *([mock.patch.object(*MUTANTS[mutant], create=True)] if mutant else []),
             ):
                 stack.enter_context(patch)
             train_planned(ENTRYPOINTS[script].train, argv, script, ranks)
@@ -506,7 +492,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
             "idle": gather(ranks, traffic.calls["exchanges that brought nothing"]),
             "calls": traffic.calls,
             "events": traffic.events,
-            "waits": [*(calls.call_count for calls in waits), traffic.calls["waits"]],
+            "waits": [*(traffic.asked[name] for name in ASKED), traffic.calls["waits"]],
             "built": traffic.most_held,
         }
         if ranks.main:

@@ -163,13 +163,8 @@ class OneRun:
         model = types.SimpleNamespace(weights=weights, config=None, layout=ALONE_HERE)
         optimizer = torch.optim.SGD([self.parameter], momentum=0.9)
         optimizer.state[self.parameter]["momentum_buffer"] = torch.zeros(6, 4)
-        facts = {
-            "args": dataclasses.asdict(plan.args),
-            "remarks": [],
-            "metrics": Metrics(),
-            "linear": "plain",
-        }
-        result = types.SimpleNamespace(run_name="r", **facts)
+        facts = dict(args=dataclasses.asdict(plan.args), remarks=[], metrics=Metrics())
+        result = types.SimpleNamespace(run_name="r", linear="plain", **facts)
         result.remark = result.remarks.append
         log = types.SimpleNamespace(steps=[], pause=lambda: None, start=lambda: None)
         (directory / "steps.jsonl").touch()

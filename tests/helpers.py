@@ -13,6 +13,8 @@ from unittest import mock
 import torch
 
 from llm_train_bench.model.config import ModelConfig, parse_config
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import Plan, make_plan
@@ -47,6 +49,14 @@ def config(family: str, **changes) -> ModelConfig:
     return parse_config(FAMILIES[family] | changes, f"{family}.json")
 
 
+def built(config: ModelConfig, seed=0, seq_len=16, flex=False, weights=None, **options):
+    """A model on the CPU, with the initial values of a seed or with weights of a file."""
+    with torch.device("meta"):
+        model = Transformer(config, seq_len, flex, **options)
+    materialize(model, torch.device("cpu"), seed, weights)
+    return model
+
+
 def plan_of(argv, script="train.py", world=1, platform="nvidia", config=None) -> Plan:
     """The plan of a command line, on a model that is read already if `config` is given."""
     return make_plan(parse_args([*map(str, argv)], script), Script(script), world, platform, config)
@@ -70,10 +80,10 @@ def words(*parts) -> list[str]:
     return [str(word) for word in itertools.chain(*split)]
 
 
-def python(*parts, code=0, **environment) -> subprocess.CompletedProcess:
+def python(*parts, code=0, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
     """What a new Python process prints, in the repository's root, after a check of its exit code."""
     command, environment = [sys.executable, *words(*parts)], os.environ | environment
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -111,10 +121,20 @@ def without_inductor():
         yield
 
 
+def result_of(run: Path, name="result.json") -> dict:
+    """A run's result, or another JSON file beside it."""
+    return json.loads((run / name).read_text())
+
+
+def facts_of(run: Path) -> dict:
+    """What tests.dist_worker has seen of a run."""
+    return result_of(run, "facts.json")
+
+
 def only_result(output_dir: Path) -> dict:
     """The one result.json under a directory."""
     (path,) = output_dir.glob("*/result.json")
-    return json.loads(path.read_text())
+    return result_of(path.parent)
 
 
 def trained(output_dir: Path, *parts) -> dict:

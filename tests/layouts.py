@@ -26,15 +26,15 @@ from llm_train_bench.formulas.collectives import traffic as traffic_of
 from llm_train_bench.measure.device import SHARE_GPU
 from tests.dist_worker import DEVICE, Job, run_jobs
 from tests.faults import steps_of, whole_state
-from tests.helpers import FAMILIES, ROOT, plan_of
+from tests.helpers import FAMILIES, ROOT, facts_of, plan_of, result_of
 
 STEPS = 6
 COMMON = (
     f"--device {DEVICE} --amp off --warmup-steps 1 --warmup-seconds 0 --lr 2e-3 --lr-warmup-steps 0 "
     "--seq-len 32 --no-tensorboard --linear plain"
 ).split()
-SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
-SIZES |= dict(num_attention_heads=8, num_key_value_heads=4)
+HEADS = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
+SIZES = HEADS | dict(intermediate_size=96, num_hidden_layers=2)
 MOE = FAMILIES["qwen3_moe"] | SIZES | dict(moe_intermediate_size=32, mlp_only_layers=[])
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.01, router_bias_update_rate=0.01)
 ONE_EXPERT = dict(num_experts_per_tok=1, norm_topk_prob=False)
@@ -57,30 +57,25 @@ MODELS = {
     # Two words and one expert for each token: some ranks get no row.
     "lopsided": MOE | dict(vocab_size=2, pad_token_id=None) | ONE_EXPERT,
 }
-DELTA = FAMILIES["qwen3_next"] | dict(hidden_size=64, intermediate_size=96, num_attention_heads=8)
-DELTA |= dict(num_key_value_heads=4, head_dim=16, moe_intermediate_size=32, num_experts=8)
-DELTA |= dict(shared_expert_intermediate_size=32, linear_num_key_heads=4, linear_num_value_heads=8)
+DELTA = FAMILIES["qwen3_next"] | HEADS | dict(intermediate_size=96, head_dim=16, num_experts=8)
+DELTA |= dict(moe_intermediate_size=32, shared_expert_intermediate_size=32)
+DELTA |= dict(linear_num_key_heads=4, linear_num_value_heads=8)
 MODELS |= {
     "delta": DELTA | dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
-    "mamba": FAMILIES["nemotron_h"]
-    | dict(
-        hidden_size=64, num_attention_heads=8, num_key_value_heads=4, n_routed_experts=8, n_groups=4
-    )
-    | dict(intermediate_size=96, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32),
-    "granite": FAMILIES["granitemoehybrid"]
-    | dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, mamba_d_head=16)
-    | dict(num_local_experts=4, intermediate_size=32, shared_intermediate_size=32),
+    "mamba": FAMILIES["nemotron_h"] | HEADS | dict(
+        n_routed_experts=8, n_groups=4, intermediate_size=96, moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32),
+    "granite": FAMILIES["granitemoehybrid"] | HEADS | dict(
+        mamba_d_head=16, num_local_experts=4, intermediate_size=32, shared_intermediate_size=32),
     "gemma3": FAMILIES["gemma3_text"] | SIZES | dict(head_dim=16, sliding_window_pattern=2),
-    "glm": FAMILIES["glm4_moe"] | SIZES | dict(num_hidden_layers=2, moe_intermediate_size=32),
-    "mistral4": FAMILIES["mistral4"]
-    | SIZES
-    | dict(num_key_value_heads=8, moe_intermediate_size=32),
+    "glm": FAMILIES["glm4_moe"] | SIZES | dict(moe_intermediate_size=32),
+    "mistral4": FAMILIES["mistral4"] | SIZES | dict(num_key_value_heads=8, moe_intermediate_size=32),
     "hy3": FAMILIES["hy_v3"] | SIZES | dict(moe_intermediate_size=32, num_experts=8),
     "minimax": FAMILIES["minimax_m2"] | SIZES | dict(intermediate_size=32, num_local_experts=8),
     "olmo3": FAMILIES["olmo3"] | SIZES,
     "ministral3": FAMILIES["ministral3"] | SIZES,
     "seed-oss": FAMILIES["seed_oss"] | SIZES,
-}
+}  # fmt: skip
 # Fewer key/value heads than ranks.
 MODELS["one-head"] = MODELS["qwen2"] | dict(num_key_value_heads=1)
 MODELS["olmo3-few"] = MODELS["olmo3"] | dict(num_key_value_heads=2)
@@ -106,12 +101,11 @@ CLIPS["lopsided"] = 0.7
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Ranks, a model, and the flags of a layout; `traced` and `mutant` as tests.dist_worker.Job has."""
+    """Ranks, a model, and the flags of a layout; `mutant` as tests.dist_worker.Job has it."""
 
     ranks: int
     model: str
     flags: str
-    traced: bool = False
     mutant: str = ""
     resumes: str = ""  # the case from whose checkpoint this one goes on
     first: int = 0  # the step of that checkpoint
@@ -180,12 +174,12 @@ CASES = {
     "ep2-overflow": Case(2, "moe", "--ep 2 --sac-freq 1/1 --sac-policy op --ep-capacity 1"),
     "ep4-overflow-gpt-oss": Case(4, "gpt_oss", "--ep 4 --ep-capacity 1.2"),
     "ep2-overflow-fp8": Case(2, "moe", f"--ep 2 --ep-capacity 1 {FP8['rowwise']}"),
-    "ep2-capacity-compiled": Case(2, "moe", "--ep 2 --pt-compile --ep-capacity 2", True),
+    "ep2-capacity-compiled": Case(2, "moe", "--ep 2 --pt-compile --ep-capacity 2"),
     "pp2-cp2-overflow": Case(
         4, "deepseek", "--pp 2 --cp 2 --ep 2 --grad-acc-steps 4 --sac-freq 1/2 --ep-capacity 1"
     ),
     "dp2-fused": Case(2, "gpt2", "--fused-backward"),
-    "dp2-fused-compiled": Case(2, "gpt2", "--fused-backward --pt-compile --sac-freq 1/2", True),
+    "dp2-fused-compiled": Case(2, "gpt2", "--fused-backward --pt-compile --sac-freq 1/2"),
     "cp2-fused": Case(2, "llama", "--cp 2 --fused-backward"),
     "pp2-fused": Case(2, "gpt2", "--pp 2 --grad-acc-steps 2 --fused-backward"),
     "dp2-onednn": Case(2, "qwen3", "--linear onednn"),
@@ -194,9 +188,9 @@ CASES = {
         4, "moe", "--dp-replicate 2 --ep 2 --grad-acc-steps 2 --reduce-last --sac-freq 1/1"
     ),
     "hsdp2x2-tp2": Case(8, "qwen3", "--dp-replicate 2 --tp 2"),
-    "tp2-compiled": Case(2, "qwen3", "--tp 2 --pt-compile", True),
-    "cp2-compiled-op": Case(2, "llama", "--cp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
-    "ep2-compiled": Case(2, "moe", "--ep 2 --pt-compile", True),
+    "tp2-compiled": Case(2, "qwen3", "--tp 2 --pt-compile"),
+    "cp2-compiled-op": Case(2, "llama", "--cp 2 --pt-compile --sac-freq 1/1 --sac-policy op"),
+    "ep2-compiled": Case(2, "moe", "--ep 2 --pt-compile"),
     "dp2-deepseek": Case(2, "deepseek", ""),
     "dp4-few": Case(4, "few", ""),
     "dp4-few-bf16": Case(4, "few", "--amp bf16 --reduce-dtype bf16"),
@@ -240,7 +234,7 @@ CASES = {
     "tp2-packed": Case(2, "qwen3", f"--tp 2 {PACK}"),
     "cp2-packed": Case(2, "llama", f"--cp 2 {PACK} --sac-freq 1/1"),
     "cp4-gather-packed": Case(4, "qwen2", f"--cp 4 {PACK}"),
-    "cp2-gather-packed-compiled": Case(2, "one-head", f"--cp 2 --pt-compile {PACK}", True),
+    "cp2-gather-packed-compiled": Case(2, "one-head", f"--cp 2 --pt-compile {PACK}"),
     "tp2-cp2-gather-packed-gpt-oss": Case(4, "gpt_oss-few", f"--tp 2 --cp 2 {PACK}"),
     "dp2-packed-accumulate": Case(2, "gpt2", f"--bsz 2 --grad-acc-steps 2 {PACK}"),
     "pp2-packed-interleaved": Case(2, "deep", f"--pp 2 --pp-virtual 2 {PACK}"),
@@ -248,10 +242,10 @@ CASES = {
     "tp2-delta": Case(2, "delta", "--tp 2"),
     "tp2-cp2-delta": Case(4, "delta", f"--tp 2 --cp 2 --ep 4 {PACK}"),
     "cp4-delta": Case(4, "delta", "--cp 4 --sac-freq 1/1"),
-    "pp2-delta-compiled": Case(2, "delta", "--pp 2 --pt-compile", True),
+    "pp2-delta-compiled": Case(2, "delta", "--pp 2 --pt-compile"),
     "tp2-mamba": Case(2, "mamba", "--tp 2 --sac-freq 1/1"),
     "tp2-cp2-mamba": Case(4, "mamba", "--tp 2 --cp 2 --ep 2 --sac-freq 1/1"),
-    "dp2-mamba-compiled": Case(2, "mamba", "--ep 2 --pt-compile", True),
+    "dp2-mamba-compiled": Case(2, "mamba", "--ep 2 --pt-compile"),
     "pp2-mamba": Case(4, "mamba", f"--pp 2 --ep 2 {PACK}"),
     "cp4-granite": Case(4, "granite", f"--cp 4 {PACK}"),
     "ep2-granite": Case(2, "granite", "--ep 2 --sac-freq 1/2"),
@@ -266,18 +260,18 @@ CASES = {
     "pp2-seed-oss": Case(2, "seed-oss", "--pp 2"),
     "dp2-lora": Case(2, "qwen3", f"{LORA} --sac-freq 1/1"),
     "hsdp2x2-lora": Case(4, "qwen3", f"--dp-replicate 2 {LORA}"),
-    "cp2-lora-compiled": Case(2, "qwen3", f"--cp 2 --pt-compile {LORA}", True),
+    "cp2-lora-compiled": Case(2, "qwen3", f"--cp 2 --pt-compile {LORA}"),
     "cp2-lora": Case(2, "qwen3", f"--cp 2 {LORA}"),
     "dp2-mtp": Case(2, "deepseek-mtp", f"{MTP} --bsz 2 --grad-acc-steps 2"),
     "tp2-cp2-mtp": Case(4, "deepseek-mtp", f"--tp 2 --cp 2 --ep 4 --sac-freq 1/1 {MTP}"),
     "cp2-gather-mtp-packed": Case(2, "glm-few-mtp", f"--cp 2 {MTP} {PACK}"),
     "tp2-delta-mtp": Case(2, "delta-mtp", f"--tp 2 --ep 2 {MTP}"),
-    "dp2-mtp-compiled": Case(2, "glm-few-mtp", f"--pt-compile {MTP}", True),
+    "dp2-mtp-compiled": Case(2, "glm-few-mtp", f"--pt-compile {MTP}"),
     "dp2-bf16-weights": Case(2, "qwen3", BF16),
     "hsdp2x2-bf16-weights": Case(4, "deepseek", f"--dp-replicate 2 {BF16} --grad-acc-steps 2"),
-    "dp2-bf16-weights-compiled": Case(2, "qwen3", f"{BF16} --pt-compile", True),
+    "dp2-bf16-weights-compiled": Case(2, "qwen3", f"{BF16} --pt-compile"),
     "dp2-offload": Case(2, "qwen3", "--offload-activations"),
-    "dp2-offload-compiled": Case(2, "gpt2", "--offload-activations --pt-compile", True),
+    "dp2-offload-compiled": Case(2, "gpt2", "--offload-activations --pt-compile"),
     "tp2-cp2-offload-sac": Case(
         4, "moe", "--tp 2 --cp 2 --ep 4 --offload-activations --sac-freq 1/1"
     ),
@@ -299,7 +293,7 @@ CASES = {
     "tp2-cp2-fp8-latent": Case(4, "wide-latent", f"--tp 2 --cp 2 --ep 4 {FP8['rowwise']}"),
     "tp2-fp8-latent": Case(2, "wide-latent", f"--tp 2 --ep 2 {FP8['tensorwise']}"),
     "pp2-ep2-fp8": Case(4, "moe", f"--pp 2 --ep 2 --grad-acc-steps 2 {FP8['rowwise']}"),
-    "tp2-fp8-compiled": Case(2, "qwen3", f"--tp 2 --pt-compile {FP8['tensorwise']}", True),
+    "tp2-fp8-compiled": Case(2, "qwen3", f"--tp 2 --pt-compile {FP8['tensorwise']}"),
     "tp2-mxfp8": Case(2, "wide", f"--tp 2 {FP8['mxfp8']}"),
     "dp2-tp2-mxfp8": Case(4, "wide", f"--tp 2 --sac-freq 1/1 {FP8['mxfp8']}"),
     "ep2-mxfp8": Case(2, "wide-moe", f"--ep 2 {FP8['mxfp8']}"),
@@ -316,7 +310,7 @@ CASES = {
     "pp2-dp2-muon": Case(4, "gpt2", f"--pp 2 {MUON}"),
     "dp2-muon-mamba": Case(2, "mamba", MUON),
     "tp2-muon-delta": Case(2, "delta", f"--tp 2 {MUON}"),
-    "pp2-compiled": Case(2, "qwen3", "--pp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
+    "pp2-compiled": Case(2, "qwen3", "--pp 2 --pt-compile --sac-freq 1/1 --sac-policy op"),
 }
 # Cases of few ranks run a second time with all blocks recomputed, but for these, of which other tests or
 # cases have both.
@@ -362,7 +356,7 @@ CHECKPOINTS = {
     "pp-resume-tied": (4, "gpt2", "--pp 2", "dp2-resume-tied", 4),
 }
 CASES |= {
-    name: Case(ranks, model, f"{flags} {SAVE}", False, "", *where)
+    name: Case(ranks, model, f"{flags} {SAVE}", "", *where)
     for name, (ranks, model, flags, *where) in CHECKPOINTS.items()
 }
 MUTANTS = {
@@ -388,8 +382,8 @@ SHORT = (
     "cp2-gather-mtp-packed mutant-divided mutant-tied mutant-tie mutant-crosses mutant-capacity "
     "tp2-save cp2-resume-tp2 ep2-resume-cp2 pp-save-tied dp2-resume-tied "
     "few-save few-resume few-resume-ep2 "
-    "tp2-cp2-fp8 ep2-fp8 tp2-ep2-balanced-deepseek tp2-op-one-head tp2-olmo3 ep2-op pp3-layers pp2-zbv "
-    "muon-save muon-resume mutant-scales"
+    "tp2-cp2-fp8-op pp2-ep2-fp8 tp2-ep2-balanced-deepseek tp2-op-one-head tp2-olmo3 ep2-op pp3-layers "
+    "pp2-zbv muon-save muon-resume mutant-scales"
 ).split()
 
 # For three minutes of one GPU: each kind of layout, a checkpoint for another layout, two mutants.
@@ -470,7 +464,8 @@ def run_cases(names: list[str], out: Path) -> None:
     jobs = []
     for name in sorted((name for name in CASES if name in names), key=turn):
         case, flags = CASES[name], flags_of(CASES[name], out)
-        jobs.append(Job(name, case.script, flags, case.ranks, case.traced, case.mutant))
+        traced = "--pt-compile" in case.flags
+        jobs.append(Job(name, case.script, flags, case.ranks, traced, case.mutant))
     for i in range(0, len(jobs), 12):  # ranks slow down from job to job
         run_jobs(jobs[i : i + 12], out, gradients=True)
     alone = dict.fromkeys(reference_of(CASES[name]) for name in names)
@@ -533,16 +528,17 @@ def compare(name: str, out: Path) -> Difference:
     }
     most = max(worst, key=worst.get)
     last = max((parameters[1][k] - v).abs().max().item() for k, v in parameters[0].items())
-    results = (json.loads((where / "result.json").read_text()) for where in (alone, here))
+    results = [result_of(where) for where in (alone, here)]
     expected, metrics = (result["metrics"] for result in results)
+    in_fp8 = [(result["fp8"] or {}).get("n_parameters") for result in results]
+    assert in_fp8[0] == in_fp8[1] and bool(in_fp8[0]) == ("--use-fp8" in case.flags)
     both = ["val_loss_before", "val_loss"] if "--val-data" in flags_of(case, out) else []
     validation = max((abs(metrics[key] - expected[key]) for key in both), default=0.0)
-    facts = json.loads((here / "facts.json").read_text())
+    facts = facts_of(here)
     if "moe" in case.model and BALANCED_ROUTE not in case.flags:
         assert 1 < metrics["expert_rows_max_over_mean"] < 8
-    exact = not (
-        first or case.mutant or case.rough or "--optimizer" in case.flags
-    )  # or a rounding may choose another expert
+    # Otherwise a rounding may choose another expert.
+    exact = not (first or case.mutant or case.rough or "--optimizer" in case.flags)
     if expected["expert_rows_max_over_mean"] and exact:
         fullest = expected["expert_rows_max_over_mean"]
         assert metrics["expert_rows_max_over_mean"] == pytest.approx(fullest)

@@ -78,23 +78,14 @@ def formats(family: str, cuda: bool) -> dict[str, torch.dtype]:
     materialize(model, torch.device("cpu"), seed=0)
     seen = {}
 
-    def note_input(name: str, module: torch.nn.Module) -> None:
-        def note(_, inputs):
-            seen[f"{name} input"] = inputs[0].dtype
-
-        module.register_forward_pre_hook(note)
-
-    def note_output(name: str, block: torch.nn.Module) -> None:
-        def note(_, inputs, output):
-            seen[name] = output.dtype
-
-        block.register_forward_hook(note)
+    def note(name: str, tensor: torch.Tensor) -> None:
+        seen[name] = tensor.dtype
 
     for name, module in model.blocks.named_modules():
         if isinstance(module, torch.nn.Linear | Stacked) and not exact_router(module):
-            note_input(name, module)
+            module.register_forward_pre_hook(lambda _, x, n=name: note(f"{n} input", x[0]))
     for name, block in (*model.blocks.items(), ("norm", model.norm)):
-        note_output(name, block)
+        block.register_forward_hook(lambda *tensors, n=name: note(n, tensors[-1]))
     tokens = torch.arange(16)[None] % c.vocab_size
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=cuda)
     with CudaAutocast(), autocast:

@@ -1,7 +1,6 @@
 """Every supported combination of toggles runs for real, every other is refused with its reason."""
 
 import itertools
-import json
 import os
 
 import pytest
@@ -12,7 +11,8 @@ from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import SHARDED
 from llm_train_bench.settings.rules import AXES, Combination, refusal
 from tests.dist_worker import Job, run_jobs
-from tests.helpers import INDUCTOR_LINKS, ROOT
+from tests.faults import steps_of
+from tests.helpers import INDUCTOR_LINKS, ROOT, facts_of, result_of
 
 # The flags of layouts are of sharded models alone.
 EVERY = [Combination(*values) for values in itertools.product(*AXES.values())]
@@ -21,12 +21,9 @@ SUPPORTED = [c for c in ALL if refusal(c) is None]
 REFUSED = [c for c in ALL if refusal(c) is not None]
 # Transformer Engine and CUDA graphs need a GPU: tests/test_gpu.py runs their cells.
 ONLY_ON_A_GPU = [c for c in SUPPORTED if c.fp8 == "te" or c.compile == "graphs"]
-# tests/layouts.py shows that layouts and pipelines are equal to one device, with SAC and compiled too.
-ON_A_CPU = [
-    c
-    for c in SUPPORTED
-    if c not in ONLY_ON_A_GPU and c.layout == "data" and c.entrypoint != "train_pp.py"
-]
+# tests/layouts.py shows that layouts and pipelines are equal to one device, with FP8, SAC and compiled.
+IN_LAYOUTS = [c for c in SUPPORTED if c.layout != "data" or c.entrypoint == "train_pp.py"]
+ON_A_CPU = [c for c in SUPPORTED if c not in [*ONLY_ON_A_GPU, *IN_LAYOUTS]]
 
 
 def name(c: Combination) -> str:
@@ -86,7 +83,7 @@ def test_a_supported_combination_trains_as_its_number_format_does(c, finished):
     Attention tells: it gets the format that the matmul before it made. It is called again if its
     block (one of two) recomputes. If its output was kept (`op`), no kernel runs for that.
     """
-    result = json.loads((finished / name(c) / "result.json").read_text())
+    result = result_of(finished / name(c))
     plain = Combination("train.py", c.amp, c.fp8, "off", "off")
     m = result["metrics"]
     assert result["status"] == "ok" and m["n_measured_steps"] == 2
@@ -96,7 +93,7 @@ def test_a_supported_combination_trains_as_its_number_format_does(c, finished):
             assert values == expected, key
         assert values == pytest.approx(expected, rel=1e-5 if c.amp == "off" else tolerance), key
     if c.compile == "off":
-        calls = json.loads((finished / name(c) / "facts.json").read_text())["attention"]
+        calls = facts_of(finished / name(c))["attention"]
         dtype = {"off": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[c.amp]
         kernels = 5 * (3 if c.sac == "block" else 2)
         assert calls == {dtype: 5 * (2 if c.sac == "off" else 3), "kernels": kernels}
@@ -108,56 +105,6 @@ def test_a_supported_combination_trains_as_its_number_format_does(c, finished):
         assert result["fp8"] is None
 
 
-# FP8 in stages and in layouts of ranks that share a batch; compiled with `make test-cells`.
-FP8_LAYOUTS = [
-    c
-    for c in SUPPORTED
-    if c.fp8 == "torchao"
-    and c not in [*ON_A_CPU, *ONLY_ON_A_GPU]
-    and (ALL_CELLS or c.compile == "off")
-]
-
-
-def of_layout(c: Combination) -> list[str]:
-    """The command line of a cell, for a global batch of 4; with experts, of another model."""
-    config = "configs/moe-tiny.json" if c.layout == "experts" else TINY[0]
-    replicas = 2 if c.layout == "experts" and c.entrypoint != "train.py" else 1
-    batch = ["--bsz", 4 // replicas]
-    if c.entrypoint == "train_pp.py":
-        batch = ["--bsz", 1, "--grad-acc-steps", 4 // replicas]
-    return [config, *TINY[1:], *batch, *flags(c)]
-
-
-def ranks_of(c: Combination) -> int:
-    """Two stages, two ranks that share a batch, or both."""
-    return 4 if c.entrypoint == "train_pp.py" and c.layout != "data" else 2
-
-
-@pytest.fixture(scope="module")
-def laid_out(tmp_path_factory):
-    """FP8 in every layout, and on one device."""
-    out = tmp_path_factory.mktemp("fp8")
-    alone = [Combination("train.py", "bf16", "torchao", "off", "off", x) for x in AXES["layout"]]
-    jobs = [Job(name(c), c.entrypoint, of_layout(c._replace(layout="data")), 1) for c in alone[:2]]
-    one = of_layout(alone[2])[:-2]  # without --ep 2
-    jobs.append(Job(name(alone[2]), "train.py", one, 1))
-    cells = sorted(FP8_LAYOUTS, key=ranks_of)
-    jobs += [Job(name(c), c.entrypoint, of_layout(c), ranks_of(c), traced_only(c)) for c in cells]
-    run_jobs(jobs, out)
-    return out
-
-
-@pytest.mark.parametrize("c", FP8_LAYOUTS, ids=name)
-def test_fp8_trains_in_every_layout(c, laid_out):
-    result = json.loads((laid_out / name(c) / "result.json").read_text())
-    alone = Combination("train.py", "bf16", "torchao", "off", "off", c.layout)
-    assert result["status"] == "ok" and result["fp8"]["emulated"]
-    values, expected = (steps(laid_out, cell) for cell in (c, alone))
-    assert values == pytest.approx(expected, rel=2e-3)
-    before = json.loads((laid_out / name(alone) / "result.json").read_text())
-    assert result["fp8"]["n_parameters"] == before["fp8"]["n_parameters"]
-
-
 def test_number_formats_differ(finished):
     """Losses agree within a format, but not between formats."""
     formats = ("off", "off"), ("bf16", "off"), ("fp16", "off"), ("bf16", "torchao")
@@ -166,8 +113,7 @@ def test_number_formats_differ(finished):
 
 
 def steps(out, c: Combination, key="loss") -> list[float]:
-    lines = (out / name(c) / "steps.jsonl").read_text().splitlines()
-    return [json.loads(line)[key] for line in lines]
+    return [step[key] for step in steps_of(out / name(c))]
 
 
 @pytest.mark.parametrize("c", REFUSED, ids=name)

@@ -1,7 +1,5 @@
 """Kernels of our own for a CPU against PyTorch's: oneDNN's linear layers, attention in blocks, GELU."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,10 +15,11 @@ from llm_train_bench.run.checkpoint.manifest import read_manifest
 from tests.helpers import (
     FAMILIES,
     INDUCTOR_LINKS,
-    only_result,
     plan_of,
     read_steps,
     run_train,
+    trained,
+    words,
     write_config,
 )
 
@@ -39,6 +38,12 @@ def gradients(function, inputs, grad):
     return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
 
 
+def gradients_of_layer(layer, x, grad):
+    """The output, and the gradients of the input and of the parameters."""
+    y = layer(x := x.clone().requires_grad_())
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad)]
+
+
 def error(actual, exact):
     return ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
 
@@ -48,17 +53,12 @@ def error(actual, exact):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_onednn_linear_layers_and_gradients_are_plain_ones(shape, bias):
     m, n, k = shape
-    plain, x, grad = nn.Linear(k, n, bias=bias), normal(2, m, k), normal(2, m, n)
-    onednn.use_onednn(model := nn.Sequential(copy.deepcopy(plain)))
+    layer, x, grad = nn.Linear(k, n, bias=bias), normal(2, m, k), normal(2, m, n)
+    results = [gradients_of_layer(layer, x, grad)]
+    onednn.use_onednn(model := nn.Sequential(layer))
     assert type(model[0]) is onednn.OnednnLinear
-    for layer in (plain, model[0]):
-        layer.requires_grad_()
-    results = []
-    for layer in (plain, model[0]):
-        y = layer(inputs := x.clone().requires_grad_())
-        y.backward(grad)
-        results.append([y.detach(), inputs.grad, *(p.grad for p in layer.parameters())])
-    for ours, right in zip(*reversed(results), strict=True):
+    results.append(gradients_of_layer(model[0], x, grad))
+    for right, ours in zip(*results, strict=True):
         assert ours.shape == right.shape and error(ours, right) < 2e-6
 
 
@@ -92,11 +92,10 @@ def test_the_loss_by_onednn_is_the_plain_one(elements):
 @needs_onednn
 def test_onednn_layers_compile_in_one_graph():
     layer, x, grad = nn.Linear(24, 40), normal(3, 6, 24), normal(3, 6, 40)
-    right = gradients(lambda x, w, b: F.linear(x, w, b), (x, layer.weight, layer.bias), grad)
+    right = gradients_of_layer(layer, x, grad)
     onednn.use_onednn(nn.Sequential(layer))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    compiled(x := x.requires_grad_()).backward(grad)
-    for ours, plain in zip((x.grad, layer.weight.grad, layer.bias.grad), right[1:], strict=True):
+    for ours, plain in zip(gradients_of_layer(compiled, x, grad), right, strict=True):
         assert error(ours, plain) < 2e-6
 
 
@@ -128,10 +127,8 @@ def operators():
     q, rows, vector = normal(2, 1, 40, 8), normal(40, 24), normal(24)
     heads = normal(2, 9, 1, 8)
     yield block_attention.forward, (q, q.clone(), q.clone(), 1.0)
-    yield (
-        block_attention.forward,
-        (q[:, :, :1].contiguous(), q[:, :, :1].contiguous(), q[:, :, :1].clone(), 1.0),
-    )
+    one = q[:, :, :1].contiguous()
+    yield block_attention.forward, (one, one.clone(), one.clone(), 1.0)
     kept = block_attention.forward(q, q.clone(), q.clone(), 1.0)[1:]
     yield block_attention.backward, (q.clone(), *kept, 1, 1.0)
     if onednn.available():
@@ -202,12 +199,10 @@ def test_who_takes_blocks_and_onednn(tmp_path):
     assert plan(tmp_path, *short).work.linear == "auto"
     assert plan(tmp_path).work.linear is None  # bf16
     assert plan(tmp_path, *short, "--fused-backward").work.linear is None
-    for flags, options in (
+    for flags, options in (  # of others see tests/wrong_commands.txt
         (("--attention", "blocks"), dict(platform="nvidia")),
         (("--attention", "blocks"), dict(attn_pdrop=0.1)),
         (("--linear", "onednn"), dict(platform="nvidia")),
-        (("--linear", "onednn", "--amp", "bf16"), {}),
-        (("--linear", "onednn", "--amp", "off", "--fused-backward"), {}),
     ):
         with pytest.raises(UsageError, match=f"{flags[0]} {flags[1]}: "):
             plan(tmp_path, *flags, "--seq-len", 32, **options)
@@ -239,35 +234,33 @@ def test_libraries_are_compared_by_the_time_of_all_layers(count, library, monkey
 def test_a_resumed_run_keeps_the_library_and_the_bits(tmp_path, monkeypatch):
     """The choice is timed once; what was stored is taken, whatever is faster now or too short to time."""
     config = write_config(tmp_path, FAMILIES["gpt2"])
-    flags = [config, *"--device cpu --amp off --bsz 2 --seq-len 32 --warmup-steps 1".split()]
-    flags += ["--n-steps", 5, "--save-every", 3, "--no-tensorboard", "--output-dir", tmp_path]
-    small = "llm_train_bench.run.life.SMALL_STEP"
+    flags = words(
+        config, "--device cpu --amp off --bsz 2 --seq-len 32 --warmup-steps 1 --n-steps 5"
+    )
+    flags += words("--save-every 3 --no-tensorboard")
+    small, choice = (f"llm_train_bench.run.life.{x}" for x in ("SMALL_STEP", "faster_linear"))
     monkeypatch.setattr(small, 0)
     timed = {}
-    choice = "llm_train_bench.run.life.faster_linear"
     monkeypatch.setattr(choice, lambda shapes, rows: timed.update(shapes) or "onednn")
-    assert run_train(*flags, "--run-name", "whole") == 0
+    whole = trained(tmp_path, flags, "--run-name whole")
     model = load_config(config)
     head = {(model.padded_vocab_size, model.hidden_size): 1}
     assert timed == dict.fromkeys(model.block_shapes().values(), model.num_hidden_layers) | head
-    whole = only_result(tmp_path)
     assert whole["linear"] == "onednn"
     assert whole["observed"]["paths"]["linear layers"] == "onednn"
     saved = tmp_path / "whole/checkpoints/step-00000003"
     assert read_manifest(saved).linear == "onednn"
-    monkeypatch.setattr("llm_train_bench.run.life.faster_linear", lambda *_: "plain")
-    out = tmp_path / "again"
+    monkeypatch.setattr(choice, lambda *_: "plain")
     monkeypatch.setattr(small, 1e99)
-    assert run_train(*flags, "--output-dir", out, "--run-name", "rest", "--resume", saved) == 0
-    assert only_result(out)["linear"] == "onednn"
+    out = tmp_path / "again"
+    assert trained(out, flags, "--run-name rest --resume", saved)["linear"] == "onednn"
     assert read_steps(out)[-1]["loss"] == read_steps(tmp_path)[-1]["loss"]
-    assert run_train(*flags, "--output-dir", tmp_path / "new", "--run-name", "new") == 0
-    assert only_result(tmp_path / "new")["linear"] is None  # nothing was chosen, or is kept
+    new = trained(tmp_path / "new", flags, "--run-name new")
+    assert new["linear"] is None  # nothing was chosen, or is kept
     assert read_manifest(tmp_path / "new/new/checkpoints/step-00000003").linear is None
     # A choice against oneDNN tried it, and names it nowhere.
     monkeypatch.undo()
     monkeypatch.setattr(small, 0)
     monkeypatch.setattr(onednn, "LEAST_GAIN", 1.0)
-    assert run_train(*flags, "--output-dir", tmp_path / "real", "--run-name", "real") == 0
-    real = only_result(tmp_path / "real")
+    real = trained(tmp_path / "real", flags, "--run-name real")
     assert real["linear"] == "plain" and "linear layers" not in real["observed"]["paths"]

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from llm_train_bench.model import init
-from llm_train_bench.model.init import fill_normal, materialize, quantiles
-from llm_train_bench.model.transformer import Transformer
-from tests.helpers import config
+from llm_train_bench.model.init import fill_normal, quantiles
+from tests.helpers import built, config
 
 
 def values(n: int, key: str = "0/x", std: float = 1.0) -> torch.Tensor:
@@ -64,10 +63,7 @@ def test_seed_and_name_change_all_values():
 
 def test_a_layer_that_writes_into_the_residual_stream_is_smaller():
     shape = config("llama", hidden_size=96, head_dim=16, intermediate_size=192)
-    with torch.device("meta"):
-        model = Transformer(shape, 8)
-    materialize(model, torch.device("cpu"), 3)
-    for name, parameter in model.named_parameters():
+    for name, parameter in built(shape, 3).named_parameters():
         module = name.split(".")[-2]
         expected = 0.02 / (6**0.5 if module in ("out", "down") else 1)
         if parameter.ndim > 1:

@@ -1,7 +1,6 @@
 """Layouts of several ranks in short: equal to one device, refused where they do not fit."""
 
 import contextlib
-import json
 from unittest import mock
 
 import pytest
@@ -13,17 +12,10 @@ from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.measure.steps import StepLog
-from llm_train_bench.model import layout
+from llm_train_bench.model import experts, layout
 from llm_train_bench.model.config import parse_config
-from llm_train_bench.model.experts import (
-    MixtureOfExperts,
-    Stacked,
-    _in_turn,
-    fullest_expert,
-    mixtures,
-    update_corrections,
-)
-from llm_train_bench.model.init import fill, materialize
+from llm_train_bench.model.experts import MixtureOfExperts, fullest_expert, update_corrections
+from llm_train_bench.model.init import fill
 from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.shares import divided, sharded_dimension, whole_shape
 from llm_train_bench.model.transformer import Transformer
@@ -32,7 +24,7 @@ from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.run.loop import build_passes
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests import layouts
-from tests.helpers import config, plan_of
+from tests.helpers import built, config, facts_of, plan_of, words
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +43,8 @@ def test_a_layout_is_equal_to_one_device_unless_it_is_broken(name, finished, rec
     record_property("figure", f"layout  {name:20} {difference}")
     assert difference.ok, difference
     # Dropout draws other numbers on every rank: it holds other tokens, heads or layers.
-    draws = json.loads((finished / name / "facts.json").read_text())["draws"]
+    draws = facts_of(finished / name)["draws"]
     assert len(set(draws)) == len(draws) == layouts.CASES[name].ranks
-
-
-def facts_of(finished, name: str) -> dict:
-    return json.loads((finished / name / "facts.json").read_text())
 
 
 def beside(events: list[str], exchange: str) -> list[int]:
@@ -71,7 +59,7 @@ def beside(events: list[str], exchange: str) -> list[int]:
 
 def test_tensor_parallel_exchanges_run_beside_products(finished):
     """In a trace's order: backward gathers inputs beside one product, and scatters beside the other."""
-    events = facts_of(finished, "tp2-biases")["events"]
+    events = facts_of(finished / "tp2-biases")["events"]
     events = events[: len(events) - events[::-1].index("wait_tensor")]
     for exchange in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         assert set(beside(events, exchange)) == {0}  # what comes next needs them
@@ -80,7 +68,7 @@ def test_tensor_parallel_exchanges_run_beside_products(finished):
 
 
 def test_rows_of_experts_travel_beside_the_shared_expert(finished):
-    events = facts_of(finished, "ep2-deepseek-bf16")["events"]
+    events = facts_of(finished / "ep2-deepseek-bf16")["events"]
     events = events[: len(events) - events[::-1].index("wait_tensor")]
     for exchange in ("all_to_all_single", "backward all_to_all_single"):
         assert max(beside(events, exchange)) >= 2, exchange
@@ -92,15 +80,14 @@ def test_the_host_waits_once_for_rows_of_a_layer_and_micro_batch(finished):
     steps, evaluations = layouts.steps_of(finished / name), 2
     micro = case.size("--grad-acc-steps")
     assert "--sac-freq" in case.flags
-    assert facts_of(finished, name)["waits"][:2] <= [(len(steps) + evaluations) * micro, 0]
+    assert facts_of(finished / name)["waits"][:2] <= [(len(steps) + evaluations) * micro, 0]
 
 
 def test_with_capacity_the_host_waits_once_a_step(finished):
     """Only evaluations ask in each of two layers, as they do without capacity."""
     names = "dp2-ep2-accumulate", "dp2-ep2-capacity"
-    (asked, none, *reads), (left, checks, *waits) = (
-        facts_of(finished, name)["waits"] for name in names
-    )
+    waited = (facts_of(finished / name)["waits"] for name in names)
+    (asked, none, *reads), (left, checks, *waits) = waited
     steps, micro = layouts.CASES[names[1]].steps, 2
     assert (none, checks) == (0, steps) and left == asked - 2 * steps * micro > 0
     assert waits == reads  # nothing else waits
@@ -109,23 +96,11 @@ def test_with_capacity_the_host_waits_once_a_step(finished):
 @pytest.mark.parametrize(
     ("capacity", "k", "room"),
     # A token goes to one of two ranks with probability 1/2 for k = 1, and 5/6 for k = 2.
-    [
-        (1.2, 1, (60, 120)),
-        (1.0, 2, (84, 200)),
-        (1.1, 2, (92, 221)),
-        (3.0, 2, (100, 400)),
-        (2.0, 4, (100, 400)),
-    ],
-)
+    [(1.2, 1, (60, 120)), (1.0, 2, (84, 200)), (1.1, 2, (92, 221)), (3.0, 2, (100, 400)),
+     (2.0, 4, (100, 400))],
+)  # fmt: skip
 def test_capacity_is_a_factor_of_equal_shares_up_to_all_that_can_come(capacity, k, room):
     assert Fsdp(2, ep=2, ep_capacity=capacity).expert_room(100, k, 4) == room
-
-
-@pytest.mark.parametrize("flags", ["", "--ep 2 --route balanced"])
-def test_capacity_without_counts_to_wait_for_is_refused(flags):
-    argv = f"configs/moe-tiny.json --ep-capacity 2 {flags}".split()
-    with pytest.raises(UsageError, match="no other run waits for counts"):
-        plan_of(argv, "train_fsdp.py", 2, "cpu")
 
 
 class Roomy(layout.Layout):
@@ -143,18 +118,15 @@ class Roomy(layout.Layout):
 def test_a_repeated_step_leaves_what_an_exact_one_leaves():
     """Losses, gradients, counts of rows and draws of dropout, of two steps of two micro batches."""
     shape = config("qwen3_moe", attention_dropout=0.2, mlp_only_layers=[])
-    argv = (
-        "x.json --ep 2 --ep-capacity 1 --grad-acc-steps 2 --amp off --seq-len 16 --warmup-steps 0"
-    )
-    plan = plan_of(argv.split(), "train_fsdp.py", 2, "cpu", shape)
+    argv = words("x.json --ep 2 --ep-capacity 1 --grad-acc-steps 2 --amp off --seq-len 16")
+    plan = plan_of([*argv, "--warmup-steps", 0], "train_fsdp.py", 2, "cpu", shape)
     fits, twice = [(False, 1.2), (False, 0.5)], [(True, 9.9), (False, 1.2), (True, 9.9), (False, 1)]
     ends, n = [], 2 * shape.num_hidden_layers  # exchanges in the passes of a step
     for again, needs in ((False, fits), (True, twice)):
         result, log = mock.Mock(metrics=Metrics()), StepLog(torch.device("cpu"), 64, [])
         run = mock.Mock(plan=plan, device=torch.device("cpu"), scaler=None, log=log, result=result)
         run.fp8 = Fp8()
-        model = Transformer(shape, 16, layout=(room := Roomy(*needs, (True, 9.9))))
-        materialize(model, torch.device("cpu"), 0)
+        model = built(shape, layout=(room := Roomy(*needs, (True, 9.9))))
         torch.manual_seed(1)
         given = iter([MicroBatch(*torch.randint(97, (2, 2, 16))) for _ in range(4)])
         torch.manual_seed(2)
@@ -165,7 +137,7 @@ def test_a_repeated_step_leaves_what_an_exact_one_leaves():
             log.finish(step, "measure", 0.0, 1, None)
             left += [p.grad for p in model.parameters() if p.requires_grad]
             model.zero_grad()
-        ends.append([*left, *(mlp.rows for mlp in mixtures(model)), torch.rand(3)])
+        ends.append([*left, *(mlp.rows for mlp in experts.mixtures(model)), torch.rand(3)])
         assert result.metrics.repeated_steps == 2 * again
         assert result.metrics.ep_capacity_needed == 1.2
         assert room.seen == ([True] * n + [False] * n * again) * 2
@@ -214,7 +186,7 @@ def test_experts_are_sharded_whole_unless_ranks_outnumber_them():
 def test_experts_are_computed_as_by_a_plain_loop():
     """Outputs and gradients of the grouped matmul, with an expert that gets no row."""
     torch.manual_seed(0)
-    stacked = Stacked(4, 16, 8, bias=True)
+    stacked = experts.Stacked(4, 16, 8, bias=True)
     torch.nn.init.normal_(stacked.weight)
     torch.nn.init.normal_(stacked.bias)
     rows, counts = torch.randn(9, 16, requires_grad=True), torch.tensor([3, 0, 5, 1])
@@ -236,8 +208,7 @@ def test_balanced_routing_gives_every_expert_as_many_rows():
     shape = config("qwen3_moe", mlp_only_layers=[])
     torch.manual_seed(0)
     for balanced in (True, False):
-        model = Transformer(shape, 16, balanced=balanced)
-        materialize(model, torch.device("cpu"), 0)
+        model = built(shape, balanced=balanced)
         ids = torch.randint(97, (4, 16))
         model(ids, ids).backward()
         rows = torch.stack([block.mlp.rows for block in model.blocks.values()])
@@ -255,13 +226,15 @@ def test_balanced_routing_is_the_same_on_every_layout():
         torch.nn.init.normal_(parameter, std=0.1)
     x = torch.randn(3, 12, shape.hidden_size)
     y = mlp(x)
-    whole = _in_turn(3, 12, e, ALONE, torch.device("cpu")).view(3, 12, -1)
+    whole = experts._in_turn(3, 12, e, ALONE, torch.device("cpu")).view(3, 12, -1)
     assert len({tuple(row) for row in whole.flatten(0, 1).tolist()}) > 1
     for tp, cp in ((2, 1), (1, 2), (2, 3)):
         for rank in range(tp * cp):
             part = RankLayout(Fsdp(shards=tp * cp, tp=tp, cp=cp, ulysses=cp == 2), rank)
             at = part.places(12, torch.device("cpu")).own
-            assert torch.equal(_in_turn(3, 12, e, part, at.device), whole[:, at].flatten(0, 1))
+            assert torch.equal(
+                experts._in_turn(3, 12, e, part, at.device), whole[:, at].flatten(0, 1)
+            )
             mlp.layout = part
             torch.testing.assert_close(mlp(x[:, at]), y[:, at])
 
@@ -298,8 +271,7 @@ def test_validation_moves_no_correction():
     ends = []
     for validated in (False, True):
         torch.manual_seed(0)
-        model = Transformer(shape, 16)
-        materialize(model, torch.device("cpu"), 0)
+        model = built(shape)
         for _ in range(3):
             ids = torch.randint(97, (4, 16))
             model(ids, ids).backward()
@@ -319,8 +291,7 @@ def test_validation_moves_no_correction():
 def test_experts_that_grouped_matmuls_cannot_load_are_refused(hidden, size, amp):
     """The plan refuses exactly the sizes on which PyTorch fails, forward or backward."""
     shape = config("qwen3_moe", hidden_size=hidden, moe_intermediate_size=size, head_dim=8)
-    model = Transformer(shape, 24)
-    materialize(model, torch.device("cpu"), 0)
+    model = built(shape, seq_len=24)
     tokens = torch.arange(24)[None]
     refused = contextlib.nullcontext()
     try:

@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
-from llm_train_bench.base.errors import UsageError
 from llm_train_bench.compare.shareable import shareable
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
 from llm_train_bench.model.config import ConfigError, parse_config
-from llm_train_bench.model.hf import check_pretrained, save_pretrained, to_hf
+from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.layout import Documents
 from llm_train_bench.results.result_files import read_result
-from tests.helpers import FAMILIES, only_result, plan_of, remark_texts, run_train, write_config
-from tests.test_parity import T, built, copied, reference, some_tokens
+from tests.helpers import FAMILIES, built, plan_of, remark_texts, trained, words, write_config
+from tests.test_parity import T, copied, gradients_of, reference, some_tokens
 
 DEPTH = 2
 DEEPSEEK = FAMILIES["deepseek_v3"] | dict(num_nextn_predict_layers=DEPTH)
@@ -54,11 +53,8 @@ def pair_of(values: dict, directory):
 def in_files(config, name: str, value: torch.Tensor):
     """A tensor of transformers' module by its names in published files."""
     layer, _, name = name.partition(".")
-    prefix, name = (
-        f"model.layers.{config.num_hidden_layers + int(layer)}",
-        name.replace("mtp_block.", ""),
-    )
-    name = name.replace("post_norm.", "shared_head.norm.")
+    prefix = f"model.layers.{config.num_hidden_layers + int(layer)}"
+    name = name.replace("mtp_block.", "").replace("post_norm.", "shared_head.norm.")
     if ".experts.gate_up_proj" in name:
         for i, both in enumerate(value):
             for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
@@ -81,9 +77,8 @@ def their_losses(theirs, modules, tokens):
         positions = torch.arange(i + 1, T + i + 1)[None]
         hidden = modules.forward_layer(i, hidden, positions, None, input_ids=ahead)
         logits = modules._project_to_logits(hidden)[:, : T - 1 - i]
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), labels[:, i + 1 :].flatten(), reduction="sum"
-        )
+        wanted = labels[:, i + 1 :].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), wanted, reduction="sum")
         further = further + losses / labels.numel()
     return loss, further
 
@@ -103,10 +98,7 @@ def test_losses_and_gradients_are_those_of_transformers(values, tmp_path):
     wanted = {name: p.grad for name, p in wanted.items() if ".experts." not in name}
     for name, p in modules.layers.named_parameters():
         wanted |= dict(in_files(ours.config, name, p.grad))
-    grads = {}
-    for name, p in ours.named_parameters():
-        if p.requires_grad:
-            grads |= dict(to_hf(ours.config, name, p.grad))
+    grads = gradients_of(ours, theirs)[0]
     same = wanted.keys() & grads.keys()
     assert wanted.keys() == same and len(same) > 120
     torch.testing.assert_close({n: grads[n] for n in same}, wanted, atol=1e-5, rtol=1e-4)
@@ -137,11 +129,7 @@ def test_a_file_with_other_tensors_in_a_module_is_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     last = config.num_hidden_layers
     head, own = f"model.layers.{last}.shared_head.head.weight", tensors["lm_head.weight"]
-    for value, message in (
-        (own, None),
-        (own + 1, "is not lm_head"),
-        (own[:3].clone(), "is not lm_head"),
-    ):
+    for value, message in ((own, None), (own + 1, "is not lm_head"), (own[:3], "is not lm_head")):
         save_file(tensors | {head: value.clone()}, tmp_path / "model.safetensors")
         with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
             check_pretrained(config, tmp_path)
@@ -151,9 +139,8 @@ def test_a_file_with_other_tensors_in_a_module_is_refused(tmp_path):
     save_pretrained(built(parse_config(DEEPSEEK, "x.json")), tmp_path / "without")
     with pytest.raises(ConfigError, match="its file names no modules"):
         check_pretrained(config, tmp_path / "without")
-    save_file(
-        tensors | {f"model.layers.{last}.extra": torch.ones(1)}, tmp_path / "model.safetensors"
-    )
+    extra = {f"model.layers.{last}.extra": torch.ones(1)}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="extra has no place"):
         check_pretrained(config, tmp_path)
     tensors.pop(f"model.layers.{last}.eh_proj.weight")
@@ -189,58 +176,28 @@ def test_packed_documents_are_as_one_by_one(values):
 
 
 def test_a_run_names_it_and_reports_the_next_tokens_loss(tmp_path):
-    source = write_config(tmp_path, DEEPSEEK)
-    common = [
-        source,
-        *"--amp off --seq-len 16 --bsz 2 --device cpu --n-steps 1 --warmup-steps 0".split(),
-    ]
+    common = words("--amp off --seq-len 16 --bsz 2 --device cpu --n-steps 1 --warmup-steps 0")
+    common.append(write_config(tmp_path, DEEPSEEK))
     results = []
-    for more in ([], ["--mtp", "0.3"]):
-        directory = tmp_path / str(len(results))
-        assert run_train(*common, "--output-dir", directory, *more) == 0
-        results.append(only_result(directory))
-        (name,) = (path.name for path in directory.iterdir() if path.is_dir())
-        assert ("-mtp0.3" in name) == bool(more)
+    for i, more in enumerate(("", "--mtp 0.3")):
+        results.append(trained(tmp_path / str(i), common, more))
+        (path,) = (tmp_path / str(i)).glob("*/result.json")
+        assert ("-mtp0.3" in path.parent.name) == bool(more)
+        # What is shared is checked against the same config and flags.
+        ours, theirs = results[i]["model"], shareable(read_result(path)).model.model_dump()
+        for key in ("hash", "n_parameters", "n_matmul_parameters"):
+            assert ours[key] == theirs[key]
     off, on = results
     assert off["metrics"]["final_loss"] == pytest.approx(on["metrics"]["final_loss"], abs=1e-6)
     assert off["model"]["hash"] != on["model"]["hash"]
     assert on["metrics"]["flops_per_token_causal"] > 1.5 * off["metrics"]["flops_per_token_causal"]
-    # What is shared is checked against the same config and flags.
-    for i, r in enumerate(results):
-        (run,) = (tmp_path / str(i)).glob("*/result.json")
-        ours = r["model"]
-        theirs = shareable(read_result(run)).model.model_dump()
-        assert all(
-            ours[key] == theirs[key] for key in ("hash", "n_parameters", "n_matmul_parameters")
-        )
     notes = [json.dumps(remark_texts(r)) for r in results]
     assert "(--mtp): 2 left out" in notes[0] and "(--mtp): 2 trained" in notes[1]
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("llama", {}, "its file names no modules"),
-        ("deepseek_v3", dict(num_nextn_predict_layers=0), "its file names no modules"),
-        ("minimax_m2", dict(num_mtp_modules=3), "minimax_m2's 3 modules are not implemented"),
-        ("qwen3_next", dict(mtp_num_hidden_layers=2), "2 modules are not implemented"),
-        (
-            "qwen3_next",
-            dict(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=True),
-            "1 modules are not implemented",
-        ),
-    ],
-)
-def test_what_has_no_modules_is_refused(family, changes, message):
-    config = parse_config(FAMILIES[family] | changes, "x.json")
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("more", [dict(), dict(mtp_use_dedicated_embeddings=True)])
+def test_modules_that_are_not_implemented_are_refused(more):
+    changes = more or dict(mtp_num_hidden_layers=2)
+    config = parse_config(QWEN | changes, "x.json")
+    with pytest.raises(ConfigError, match=r"[12] modules are not implemented"):
         plan_of(["x.json", "--device", "cpu", "--mtp", "0.1"], config=config)
-
-
-@pytest.mark.parametrize(
-    ("script", "more"), [("train_pp.py", []), ("train.py", ["--lora-rank", "2"])]
-)
-def test_what_does_not_work_with_it_is_refused(script, more):
-    config = parse_config(DEEPSEEK, "x.json")
-    with pytest.raises(UsageError, match="--mtp with train_pp"):
-        plan_of(["x.json", "--device", "cpu", "--mtp", "0.1", *more], script, 2, config=config)

@@ -7,10 +7,9 @@ import torch
 
 from llm_train_bench.apply.offload import Copies, apply_offload
 from llm_train_bench.apply.recompute import apply_recompute
-from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Recompute
-from tests.helpers import FAMILIES, config, plan_of, words
-from tests.test_parity import built, some_tokens
+from tests.helpers import FAMILIES, built, config
+from tests.test_parity import some_tokens
 
 # So many samples that their tokens are as many as no side of a weight.
 B, T, CPU = 7, 24, torch.device("cpu")
@@ -91,15 +90,3 @@ def test_a_tensor_that_several_operators_save_is_copied_once():
     # both sides of GELU; beside a mean and a deviation of each norm, and the log-sum-exp.
     n = B * T * 48
     assert sent.count((4 * n,)) == 2 * 3 and sent.count((n,)) == 5 * 3
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--pass-type forward", "needs a backward"),
-        ("--pt-compile --compile-mode reduce-overhead", "CUDA graphs"),
-    ],
-)
-def test_what_does_not_work_with_offloading(flags, message):
-    with pytest.raises(UsageError, match=message):
-        plan_of(words("x.json --offload-activations", flags), config=config("llama"))

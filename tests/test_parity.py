@@ -24,7 +24,7 @@ from llm_train_bench.model.layers import apply_rope
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
 from tests.faults import SHAPE, assert_equal
-from tests.helpers import FAMILIES, config, only_result, plan_of, run_train, words, write_config
+from tests.helpers import FAMILIES, built, config, plan_of, trained, words, write_config
 
 T = 24
 CPU = torch.device("cpu")
@@ -63,23 +63,26 @@ def rename(directory, model_type: str) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
 
 
-def built(config, seed=0, seq_len=16, flex=False, weights=None) -> Transformer:
-    with torch.device("meta"):
-        model = Transformer(config, seq_len, flex)
-    materialize(model, CPU, seed, weights)
-    return model
-
-
 def some_tokens(n, length):
     return torch.randint(97, (n, length), generator=torch.Generator().manual_seed(1))
 
 
-def assert_same_gradients(ours, theirs):
-    """Each of our gradients, as the tensors of their files; nothing is missing."""
+def gradients_of(ours, theirs) -> tuple[dict, dict]:
+    """Our gradients and theirs, as the tensors of their files."""
     theirs = revert_weight_conversion(theirs, {n: p.grad for n, p in theirs.named_parameters()})
     trained = [(name, p.grad) for name, p in ours.named_parameters() if p.requires_grad]
-    grads = dict(pair for name, grad in trained for pair in to_hf(ours.config, name, grad))
-    torch.testing.assert_close(grads, theirs, atol=1e-4, rtol=1e-4)
+    return dict(pair for name, grad in trained for pair in to_hf(ours.config, name, grad)), theirs
+
+
+def outcomes(ours, theirs) -> tuple[tuple, tuple, tuple]:
+    """Logits, loss and gradients on the same tokens, each of our model and of theirs."""
+    tokens = some_tokens(3, T + 1)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    logits = ours(inputs), theirs(inputs).logits
+    losses = ours(inputs, labels), F.cross_entropy(logits[1].flatten(0, 1), labels.flatten())
+    for loss in losses:
+        loss.backward()
+    return logits, losses, gradients_of(ours, theirs)
 
 
 @pytest.mark.parametrize("turned", [8, 4])
@@ -99,16 +102,10 @@ def pair(request, tmp_path_factory):
 
 def test_logits_loss_and_gradients_are_those_of_transformers(pair):
     _, ours, theirs, _ = pair
-    tokens = some_tokens(3, T + 1)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    logits, their_logits = ours(inputs), theirs(inputs).logits
-    torch.testing.assert_close(logits, their_logits, atol=1e-4, rtol=0)
-    their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
-    loss = ours(inputs, labels)
-    torch.testing.assert_close(loss, their_loss, atol=1e-5, rtol=0)
-    loss.backward()
-    their_loss.backward()
-    assert_same_gradients(ours, theirs)
+    logits, losses, gradients = outcomes(ours, theirs)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=0)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
     ours.zero_grad()
     theirs.zero_grad()
 
@@ -162,9 +159,7 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     refuse(deeper, "has no tensor")
     refuse(fewer, rf"has no place in {own - 1}\.json")
-    if (
-        ours_config.model_type == "deepseek_v3"
-    ):  # unless the layer beyond is a module of another kind
+    if ours_config.model_type == "deepseek_v3":  # unless the layer beyond is another kind's
         module = tensors | {f"model.layers.{own - 1}.eh_proj.weight": torch.zeros(1)}
         save_file(module, tmp_path / "model.safetensors")
         check_pretrained(fewer, tmp_path)
@@ -188,7 +183,7 @@ def test_balance_loss_is_that_of_transformers_layer_by_layer(family, tmp_path):
     for layer in out.router_logits:
         loss += 0.5 / e.per_token * load_balancing_loss_func((layer,), e.number, e.per_token)
     loss.backward()
-    assert_same_gradients(ours, theirs)
+    torch.testing.assert_close(*gradients_of(ours, theirs), atol=1e-4, rtol=1e-4)
 
 
 def test_balance_loss_of_sigmoid_scores_by_hand():
@@ -210,6 +205,7 @@ def test_a_balance_loss_is_named_in_the_result():
 
 SLIDES, FULL = "sliding_attention", "full_attention"
 SWITCHED = dict(use_sliding_window=True, sliding_window=7)
+TRAINED = "original_max_position_embeddings"
 
 
 @pytest.mark.parametrize(
@@ -223,13 +219,19 @@ SWITCHED = dict(use_sliding_window=True, sliding_window=7)
         ("qwen3", SWITCHED | dict(layer_types=[SLIDES, FULL, FULL])),
         ("mixtral", dict(sliding_window=7)),
         ("gpt_oss", dict(layer_types=[FULL, SLIDES, FULL])),
+        # Other names of keys.
+        ("granitemoehybrid", dict(mamba_n_groups=4)),
+        ("granitemoehybrid", dict(layers_block_type=["attention", "mamba", "attention"])),
+        ("nemotron_h", dict(mamba_n_groups=4)),
+        ("nemotron_h", dict(use_conv_bias=True, mamba_conv_bias=False)),
+        ("nemotron_h", dict(conv_kernel=4, mamba_d_conv=3)),
+        ("ministral3", {TRAINED: 4}),
+        ("mistral4", {TRAINED: 4}),
     ],
 )
-def test_each_familys_windows_are_those_of_transformers(family, changes, tmp_path):
-    same_logits(FAMILIES[family] | changes, tmp_path)
-
-
-TRAINED = "original_max_position_embeddings"
+def test_windows_and_other_names_of_keys_count_as_in_transformers(family, changes, tmp_path):
+    """Weights are large: groups of a norm, for example, do not show in small ones."""
+    same_logits(FAMILIES[family] | changes, tmp_path, std=0.5)
 
 
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
@@ -242,31 +244,12 @@ def test_the_trained_length_at_the_top_level_counts(family, inner, outer, spelli
     same_logits(values | {spelling: rope | inner}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("granitemoehybrid", dict(mamba_n_groups=4)),
-        ("granitemoehybrid", dict(layers_block_type=["attention", "mamba", "attention"])),
-        ("nemotron_h", dict(mamba_n_groups=4)),
-        ("nemotron_h", dict(use_conv_bias=True, mamba_conv_bias=False)),
-        ("nemotron_h", dict(conv_kernel=4, mamba_d_conv=3)),
-        ("ministral3", {TRAINED: 4}),
-        ("mistral4", {TRAINED: 4}),
-    ],
-)
-def test_other_names_of_keys_count_as_in_transformers(family, changes, tmp_path):
-    """Weights are large: groups of a norm, for example, do not show in small ones."""
-    same_logits(FAMILIES[family] | changes, tmp_path, std=0.5)
-
-
 def same_logits(values: dict, directory, std: float = 0.1):
     """Fail if our model of a config computes other logits than transformers' model."""
     theirs, tokens = reference(values, std), some_tokens(2, T)
     ours = copied(theirs, parse_config(values, "x.json"), directory)
     with torch.no_grad():
-        torch.testing.assert_close(
-            ours(tokens), theirs(tokens).logits, atol=1e-4 * std / 0.1, rtol=0
-        )
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-3 * std, rtol=0)
 
 
 @pytest.mark.parametrize("flex", [False, True])
@@ -280,33 +263,24 @@ def test_window_hides_what_lies_before_it(flex):
     assert moved.nonzero().flatten().tolist() == list(range(5, 5 + 9))
 
 
-def test_flex_and_mask_agree():
-    dense, flex = (built(config("qwen2"), 3, T, flex) for flex in (False, True))
-    tokens = some_tokens(2, T)
-    with torch.no_grad():
-        torch.testing.assert_close(dense(tokens), flex(tokens), atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_a_trained_model_opens_in_transformers(family, tmp_path):
     """train.py --export, then AutoModelForCausalLM: the last loss of training is theirs too."""
     source = write_config(tmp_path, FAMILIES[family])
-    common = [source, *"--amp off --seq-len 24 --bsz 2 --device cpu --output-dir".split()]
-    options = "--n-steps 3 --export --run-name a --pad-vocab 64".split()
-    assert run_train(*common, tmp_path / "runs", *options) == 0
+    common = words("--amp off --seq-len 24 --bsz 2 --device cpu", source)
+    trained(tmp_path / "runs", common, "--n-steps 3 --export --run-name a --pad-vocab 64")
     export = tmp_path / "runs/a/export"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(export)
     assert type(theirs).__name__ == ARCHITECTURES[FAMILIES[family]["model_type"]]
 
     # Continue from the export for one forward step: the loss must be what they compute on it.
-    again = tmp_path / "again"
-    argv = "--pass-type forward --n-steps 1 --warmup-steps 0 --init-from".split()
-    assert run_train(*common, again, *argv, export) == 0
+    argv = words("--pass-type forward --n-steps 1 --warmup-steps 0 --init-from", export)
+    loss = trained(tmp_path / "again", common, argv)["metrics"]["final_loss"]
     (ids,) = SyntheticTokens(97, 2, 24, 0, CPU).micro_batches(range(1))
     with torch.no_grad():
         logits = theirs(ids[:, :-1]).logits
     expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    assert only_result(again)["metrics"]["final_loss"] == pytest.approx(expected.item(), abs=1e-5)
+    assert loss == pytest.approx(expected.item(), abs=1e-5)
 
 
 NORM, HEAD, WTE = "transformer.ln_f.weight", "lm_head.weight", "transformer.wte.weight"
@@ -366,29 +340,18 @@ LARGER = {name: dict(num_local_experts=4) for name in ("mixtral", "granitemoehyb
 
 def table(directory) -> None:
     """The table of docs/MODELS.md: the largest differences from transformers, and the layouts."""
-    print(
-        "| family | logits | loss | gradients | written and read | layouts |\n|---|--:|--:|--:|---|---|"
-    )
+    print("| family | logits | loss | gradients | written and read | layouts |")
+    print("|---|--:|--:|--:|---|---|")
     for family in FAMILIES:
         theirs = reference(FAMILIES[family])
         ours = copied(theirs, config(family), directory / family)
-        tokens = some_tokens(3, T + 1)
-        inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        their_logits, loss = theirs(inputs).logits, ours(inputs, labels)
-        their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
-        far = [(ours(inputs) - their_logits).abs().max().item(), (loss - their_loss).abs().item()]
-        loss.backward()
-        their_loss.backward()
-        kept = {n: p.grad for n, p in theirs.named_parameters()}
-        right = revert_weight_conversion(theirs, kept)
-        for name, p in ours.named_parameters():
-            for hf, part in to_hf(ours.config, name, p.grad) if p.requires_grad else ():
-                relative = (part - right[hf]).norm() / right[hf].norm().clamp(min=1e-12)
-                far[2:] = [max([*far[2:], relative.item()])]
+        *values, (grads, right) = outcomes(ours, theirs)
+        far = [(a - b).abs().max() for a, b in values]
+        errors = {n: (grads[n] - g).norm() / g.norm().clamp(min=1e-12) for n, g in right.items()}
+        far.append(max(errors.values()))
         save_pretrained(ours, directory / "again")
-        rename(
-            directory / "again", FAMILIES[family]["model_type"].replace("kimi_k2", "deepseek_v3")
-        )
+        kind = FAMILIES[family]["model_type"].replace("kimi_k2", "deepseek_v3")
+        rename(directory / "again", kind)
         again = type(theirs).from_pretrained(directory / "again").state_dict()
         same = all(torch.equal(again[name], value) for name, value in theirs.state_dict().items())
         figures = " | ".join(f"{x:.0e}" for x in far)

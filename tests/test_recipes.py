@@ -4,11 +4,10 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 
-from tests.helpers import LLAMA, ROOT
+from tests.helpers import LLAMA, ROOT, python, result_of, words
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +22,7 @@ def tree(tmp_path_factory):
     return top
 
 
+TRAIN = words("train.py new.json --device cpu --amp off --bsz 2 --seq-len 16 --warmup-steps 1")
 FLAGS, METRICS = "llm_train_bench/settings/flags.py", "llm_train_bench/results/metrics.py"
 # For a family, a flag and a metric: the file, the place, and the text to insert before it.
 INSERTIONS = [
@@ -41,14 +41,8 @@ INSERTIONS = [
 
 
 def run(tree, *argv, code=0) -> subprocess.CompletedProcess:
-    command, path = (
-        [sys.executable, *map(str, argv)],
-        f"{tree}{os.pathsep}{os.environ['PYTHONPATH']}",
-    )
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=environment)
-    assert done.returncode == code, done.stderr
-    return done
+    path = f"{tree}{os.pathsep}{os.environ['PYTHONPATH']}"
+    return python([str(word) for word in argv], code=code, cwd=tree, PYTHONPATH=path)
 
 
 def test_add_a_gpu(tree):
@@ -72,10 +66,9 @@ def test_add_a_family_a_flag_and_a_metric(tree):
         assert text.count(place) == 1, place
         (tree / path).write_text(text.replace(place, inserted + place), encoding="utf-8")
     (tree / "new.json").write_text(json.dumps(LLAMA | dict(model_type="newcomer")))
-    argv = ["train.py", "new.json", "--device", "cpu", "--amp", "off", "--bsz", 2, "--seq-len", 16,
-            "--n-steps", 3, "--warmup-steps", 1]  # fmt: skip
+    argv = [*TRAIN, "--n-steps", 3]
     out = run(tree, *argv, "--lr-power", 0.5, "--export", "--run-name", "new").stdout
-    result = json.loads((tree / "runs/new/result.json").read_text())
+    result = result_of(tree / "runs/new")
     rate = result["metrics"]["tokens_per_sec"]
     assert result["metrics"]["tokens_per_minute"] == pytest.approx(60 * rate)
     assert f"{60 * rate:,.0f}" in next(x for x in out.splitlines() if "tokens a minute" in x)
@@ -99,8 +92,7 @@ def test_remove_a_flag(tree):
     """The flag of before goes again: older results are verified, compared and judged as they were."""
     (tree / "new.json").write_text(json.dumps(LLAMA))
     shared = ROOT / "results/h200-sxm/llm-train-bench/gpt2-125m-bf16-20261127.json"
-    argv = ["train.py", "new.json", "--device", "cpu", "--amp", "off", "--bsz", 2, "--seq-len", 16,
-            "--n-steps", 5, "--warmup-steps", 1]  # fmt: skip
+    argv = [*TRAIN, "--n-steps", 5]
     of_flag = [insertion for insertion in INSERTIONS if insertion[0] == FLAGS]
     there = (tree / FLAGS).read_text(encoding="utf-8")
     if of_flag[0][2] not in there:
@@ -115,9 +107,8 @@ def test_remove_a_flag(tree):
 
     for _, _, inserted in of_flag:
         there = there.replace(inserted, "")
-    there = there.replace(
-        "REMOVED: dict[str, Any] = {\n", 'REMOVED: dict[str, Any] = {\n    "lr_power": 1.0,\n'
-    )
+    table = "REMOVED: dict[str, Any] = {\n"
+    there = there.replace(table, f'{table}    "lr_power": 1.0,\n')
     assert '"lr_power": 1.0' in there and "lr_power:" not in there
     (tree / FLAGS).write_text(there, encoding="utf-8")
     run(tree, *argv, "--run-name", "after")

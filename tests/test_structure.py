@@ -1,12 +1,9 @@
-"""Who may import whom, what starts without torch, how things are named, and that all is documented."""
+"""Who may import whom, what starts without torch, and that all is documented."""
 
 import ast
 import json
 import os
 import re
-import subprocess
-import sys
-from collections import defaultdict
 
 import pytest
 
@@ -17,7 +14,6 @@ ROOMS = ("run", "check", "estimate", "parallel", "measure", "sweep", "compare", 
 PACKAGE = ROOT / "llm_train_bench"
 BENCH = sorted(p for p in PACKAGE.glob("**/*.py") if p.parent.name != "model")
 ENTRYPOINTS = ("train", "train_ddp", "train_fsdp", "train_pp")
-MODULES = sorted([*ROOT.glob("*.py"), *BENCH, *ROOT.glob("model/*.py")])
 
 
 def name_of(path) -> str:
@@ -36,17 +32,6 @@ def imports(path) -> set[str]:
     return names
 
 
-def public_names(path) -> list[str]:
-    """Classes and functions of a module, and its constants."""
-    names = []
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.append(node.name)
-        elif isinstance(node, ast.Assign):
-            names += [t.id for t in node.targets if isinstance(t, ast.Name)]
-    return [name for name in names if not name.startswith("_")]
-
-
 @pytest.mark.parametrize("path", sorted(ROOT.glob("model/*.py")), ids=lambda p: p.stem)
 def test_model_knows_nothing_of_the_machinery(path):
     names = imports(path)
@@ -54,11 +39,6 @@ def test_model_knows_nothing_of_the_machinery(path):
     assert "os" not in names and all(n.startswith("llm_train_bench.model") for n in ours)
     assert not {n for n in names if n.startswith("torch.distributed")}
     assert "environ" not in path.read_text()
-
-
-def test_there_are_just_these_rooms():
-    folders = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
-    assert folders == {*ROOMS, "model"}
 
 
 @pytest.mark.parametrize("path", BENCH, ids=name_of)
@@ -77,56 +57,6 @@ def test_formulas_take_numbers_alone():
     """No torch, no files, no environment, no flags."""
     for path in ROOT.glob("llm_train_bench/formulas/*.py"):
         assert not {n.split(".")[0] for n in imports(path)} & {"torch", "os", "pathlib"}
-
-
-def test_only_entrypoints_import_the_loop():
-    users = {p.stem for p in MODULES if "llm_train_bench.run.loop" in imports(p)}
-    assert users <= set(ENTRYPOINTS) and users
-
-
-@pytest.mark.parametrize("name", ENTRYPOINTS)
-def test_an_entrypoint_is_read_in_one_sitting(name):
-    assert len((ROOT / f"{name}.py").read_text().splitlines()) <= 70
-
-
-def test_few_functions_take_all_flags_or_the_whole_plan():
-    """The others take the part that they need."""
-    takers = []
-    for path in [*BENCH, *ROOT.glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef):
-                arguments = [*node.args.args, *node.args.kwonlyargs]
-                taken = {ast.unparse(a.annotation) for a in arguments if a.annotation}
-                if taken & {"Args", "Checked", "EstimateArgs", "Plan"}:
-                    takers.append(f"{name_of(path)}.{node.name}")
-    assert len(takers) <= 15, takers
-
-
-def test_nothing_below_the_plan_asks_for_a_script_by_name():
-    """Or parses --sac-freq again."""
-    for path in BENCH:
-        text = path.read_text(encoding="utf-8")
-        if name_of(path) != "llm_train_bench.settings.flags":
-            assert not re.search(r"[=!]= \"train\w*\.py\"", text), path
-        if path.parent.name not in ("settings", "sweep", "compare", "estimate", "check"):
-            assert not re.search(r"Script\.(ONE|DDP|FSDP|PP)", text), path
-        if name_of(path) not in (
-            f"llm_train_bench.settings.{x}" for x in ("flags", "plan", "rules")
-        ):
-            assert "parse_sac_freq" not in text, path
-
-
-def test_no_two_things_share_a_name():
-    """Modules of the package have names that differ; so have their classes, functions and constants."""
-    modules, things = defaultdict(list), defaultdict(list)
-    for path in BENCH:
-        if path.name != "__init__.py":
-            modules[path.stem].append(path)
-            assert path.stem not in sys.stdlib_module_names, path
-            for name in public_names(path):
-                things[name].append(name_of(path))
-    assert not {name: where for name, where in modules.items() if len(where) > 1}
-    assert not {name: where for name, where in things.items() if len(where) > 1}
 
 
 WITHOUT_TORCH = [
@@ -179,5 +109,4 @@ assert "torch._dynamo" not in sys.modules
 def test_a_model_package_of_the_user_is_not_taken_for_ours(tmp_path):
     (tmp_path / "model.py").write_text("raise SystemExit('the model of the user')")
     code = "import llm_train_bench.model.transformer, llm_train_bench.run.loop, train_fsdp"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    python(["-c", code], cwd=tmp_path, PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))

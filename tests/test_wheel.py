@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, result_of, words
 
 TINY = "--device cpu --amp off --n-steps 2 --warmup-steps 1 --bsz 1 --seq-len 16".split()
 
@@ -23,10 +23,8 @@ def wheel(tmp_path_factory):
     skipped = shutil.ignore_patterns("__pycache__", "roofs.json")
     for name in ("llm_train_bench", "model", "configs"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=skipped)
-    for path in [
-        *ROOT.glob("*.py"),
-        *(ROOT / n for n in ("pyproject.toml", "README.md", "LICENSE")),
-    ]:
+    others = (ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))
+    for path in (*ROOT.glob("*.py"), *others):
         shutil.copy(path, tree)
     build = "pip wheel -q --no-deps --no-build-isolation --disable-pip-version-check".split()
     subprocess.run([sys.executable, "-m", *build, "-w", out, tree], check=True)
@@ -40,16 +38,7 @@ def run(wheel, tmp_path_factory):
     env, here = tmp_path_factory.mktemp("env"), tmp_path_factory.mktemp("here")
     venv.create(env)
     site = env / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        env / "bin/python",
-        "install",
-        "-q",
-        "--no-deps",
-    ]
+    pip = words(sys.executable, "-m pip --python", env / "bin/python", "install -q --no-deps")
     # A test may have left PYTHONPATH at this tree, which pip would take for an installed package.
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     subprocess.run([*pip, wheel], check=True, env=environ)
@@ -60,10 +49,11 @@ def run(wheel, tmp_path_factory):
     (here / "model").mkdir()
     (here / "model/__init__.py").write_text("raise ImportError('the model of the user')")
 
-    def command(*words):
-        words = [str(env / "bin/llm-train-bench"), *words]
-        done = subprocess.run(words, cwd=here, env=environ, capture_output=True, text=True)
+    def command(*parts, code=0):
+        called = words(env / "bin/llm-train-bench", *parts)
+        done = subprocess.run(called, cwd=here, env=environ, capture_output=True, text=True)
         assert "Traceback" not in done.stderr, done.stderr
+        assert code is None or done.returncode == code, done.stderr
         return done
 
     command.here, command.site, command.python = here, site, env / "bin/python"
@@ -83,41 +73,30 @@ def test_the_wheel_has_every_file_under_one_name(wheel):
 
 
 def test_a_run_a_sweep_and_their_comparison_from_an_empty_directory(run):
-    done = run("train-ddp", "configs/gpt2-tiny.json", *TINY, "--nproc", "2", "--run-name", "two")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((run.here / "runs/two/result.json").read_text())
+    run("train-ddp configs/gpt2-tiny.json --nproc 2 --run-name two", TINY)
+    result = result_of(run.here / "runs/two")
     assert result["status"] == "ok" and result["device"]["count"] == 2
     assert result["environment"]["git_sha"] is None  # though the user's project has a revision
-    done = run("sweep", "--models", "configs/llama-tiny.json", "--output-dir", "swept",
-               "--set", "device=cpu", "amp=off", "bsz=1", "seq-len=16", "n-steps=2")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    done = run("compare", "runs", "swept/runs", "--output-dir", "compared")
-    assert done.returncode == 0 and (run.here / "compared/report.html").exists(), done.stderr
+    flags = "--set device=cpu amp=off bsz=1 seq-len=16 n-steps=2"
+    run("sweep --models configs/llama-tiny.json --output-dir swept", flags)
+    run("compare runs swept/runs --output-dir compared")
+    assert (run.here / "compared/report.html").exists()
 
 
 def test_the_tools_and_their_help(run):
     shown = run("--help").stdout
-    for command in (
-        "train-fsdp",
-        "train-pp",
-        "estimate",
-        "trace",
-        "check",
-        "doctor",
-        "prepare-data",
-    ):
+    for command in words("train-fsdp train-pp estimate trace check doctor prepare-data"):
         assert f"  {command} " in shown
-    done = run("estimate", "configs/llama-3.1-8b.json", "--gpu", "h100", "--gpus", "8", "--json")
+    done = run("estimate configs/llama-3.1-8b.json --gpu h100 --gpus 8 --json", code=None)
     assert done.returncode in (0, 4) and json.loads(done.stdout)["gpu"] == "H100 SXM"
-    done = run("train", "configs/gpt2-125.json")
-    assert done.returncode == 2 and "did you mean configs/gpt2-125m.json?" in done.stderr
-    done = run("trains", "x")
-    assert done.returncode == 2 and "'trains' is no command" in done.stderr
+    for wrong, answer in (
+        ("train configs/gpt2-125.json", "did you mean configs/gpt2-125m.json?"),
+        ("trains x", "'trains' is no command"),
+        # The package's baselines are not the user's.
+        ("compare runs --baseline configs/baselines.json", "No such file"),
+    ):
+        assert answer in run(wrong, code=2).stderr
     shell = f"{run.python.parent / 'llm-train-bench'} --help | true"
     assert subprocess.run(shell, shell=True, capture_output=True).stderr == b""
-    done = run(
-        "compare", "runs", "--baseline", "configs/baselines.json"
-    )  # the package's is not theirs
-    assert done.returncode == 2 and "No such file" in done.stderr
-    advice = run("doctor", "--json").stdout
+    advice = run("doctor --json", code=None).stdout
     assert "'llm-train-bench[te]'" in advice and "-e ." not in advice

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `make cluster-test`: the same scripts on engines that clusters have, for real, on this machine.
-#   tests/cluster/run.sh [srun batch requeue preempted setup array ray skypilot]
+#   tests/cluster/run.sh [batch requeue preempted setup array ray skypilot]
 # SLURM needs root and Debian's packages (slurm.sh). Ray and SkyPilot get environments in .venv-ray and .venv-sky.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) && cd "$here/../.." || exit 2
@@ -33,12 +33,6 @@ at_step() { # run, number: until it has done so many steps
     done
 }
 
-srun_() {
-    # shellcheck disable=SC2016 # each task has its own
-    srun -N2 -l bash -c 'echo $(hostname) rank $SLURM_PROCID of $SLURM_STEP_NUM_TASKS' >"$out/log"
-    expect srun '^0: n1 rank 0 of 2$' "$out/log"
-    expect srun '^1: n2 rank 1 of 2$' "$out/log"
-}
 batch() { # four ranks on two nodes
     sbatch -W -Q "${two[@]}" --ntasks-per-node=2 -o "$out/log" docker/slurm.sbatch train_fsdp.py "${tiny[@]}" \
         --n-steps 4 --dist-timeout 60 || expect sbatch 'rc 0' "$out/log"
@@ -100,7 +94,7 @@ skypilot() { # its own check of the task file, without network
     expect skypilot '^refused .*wrong.yaml: .*num_node' "$out/log"
 }
 
-[ $# -gt 0 ] || set -- srun batch requeue preempted setup array ray skypilot
+[ $# -gt 0 ] || set -- batch requeue preempted setup array ray skypilot
 for name in "$@"; do
     begin=$SECONDS
     case $name in
@@ -110,7 +104,7 @@ for name in "$@"; do
         [ -e "$slurm/pids" ] || "$here/slurm.sh" start "$slurm" || exit 1
         # shellcheck disable=SC1091
         . "$slurm/env"
-        if [ "$name" = srun ]; then srun_; else $name; fi
+        $name
         ;;
     esac
     echo "cluster-test: $name: ok, $((SECONDS - begin)) s"
