@@ -74,6 +74,11 @@ def remark_texts(result: dict) -> list[str]:
     return [": ".join(filter(None, (r["text"], r["advice"]))) for r in remarks]
 
 
+def noted(result: dict, text: str) -> bool:
+    """Whether one of the remarks has this text."""
+    return any(text in remark for remark in remark_texts(result))
+
+
 def words(*parts) -> list[str]:
     """An argument list: a text is split at its spaces; lists, paths and numbers stay whole."""
     split = (p.split() if isinstance(p, str) else p if isinstance(p, list) else [p] for p in parts)

@@ -32,7 +32,7 @@ from llm_train_bench.run.checkpoint import durable, lineage, saver
 from llm_train_bench.run.checkpoint.manifest import committed, verify
 from tests import faults
 from tests.faults import steps_of
-from tests.helpers import ROOT, only_result, remark_texts, run_train
+from tests.helpers import ROOT, noted, only_result, remark_texts, run_train
 
 NAMED = ["--save-every", 5, "--run-name", "r"]
 AUTO = [*NAMED, "--resume", "auto"]
@@ -149,7 +149,7 @@ def test_a_state_that_is_not_finite_is_never_committed(on_nan, code, tmp_path, m
     assert train(tmp_path, *NAMED, "--on-nan", on_nan) == code
     r = result(tmp_path)
     assert steps_in(tmp_path / "r/checkpoints") == ["05"]
-    assert any("step 10 was not saved: a number in it is not finite" in n for n in remark_texts(r))
+    assert noted(r, "step 10 was not saved: a number in it is not finite")
     if on_nan == "stop":
         assert r["status"] == "failed" and "last good checkpoint: step 5" in r["error"]
 
@@ -165,7 +165,7 @@ def test_a_save_that_hangs_or_fails_fails_no_run(method, sleep_s, note, tmp_path
 
     monkeypatch.setattr(durable.Files, method, fail)
     assert train(tmp_path, *NAMED, "--save-timeout", 0.2) == 0
-    assert any(note in n for n in remark_texts(result(tmp_path)))
+    assert noted(result(tmp_path), note)
     assert not list((tmp_path / "r/checkpoints").glob("step*"))
     monkeypatch.undo()
     assert train(tmp_path, *AUTO) == 0  # the next attempt saves
@@ -354,7 +354,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(tmp_path):
     r = result(tmp_path, 1)
     assert r["resumed_from"]["step"] == 5 and r["metrics"]["n_checkpoints"] == 3
     why = "is left out: rank00000.safetensors is not what was written"
-    assert any(why in note for note in remark_texts(r))
+    assert noted(r, why)
     assert len(list(place.glob("damaged-step-00000010-*"))) == 1
     assert steps_in(place) == ["15", "20"]
 
@@ -477,9 +477,7 @@ def test_dropout_in_another_layout_draws_numbers_of_its_own(saved, tmp_path, mon
     for step in ("05", "10"):
         other = ["--bsz", "2", "--grad-acc-steps", "2", "--run-name", step]
         assert train(tmp_path, "--resume", saved / f"checkpoints/step-000000{step}", *other) == 0
-        assert any(
-            "dropout draws other numbers" in n for n in remark_texts(result(tmp_path, 0, step))
-        )
+        assert noted(result(tmp_path, 0, step), "dropout draws other numbers")
     assert train(tmp_path, "--run-name", "0") == 0
     assert len(set(seeds)) == 3
 

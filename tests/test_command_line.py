@@ -22,7 +22,7 @@ from llm_train_bench.base.machine import version_text
 from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass, remarks_on
-from llm_train_bench.settings.flags import Args, Script, declared, flag_of, help_texts
+from llm_train_bench.settings.flags import Args, Script, declared, defaults, flag_of, help_texts
 from llm_train_bench.settings.other_names import in_our_words
 from llm_train_bench.sweep.sweep_flags import SweepArgs
 from tests.helpers import ROOT, python, words
@@ -79,8 +79,8 @@ def test_every_script_has_a_version_and_help_of_one_screen(script, capsys):
 
 
 def test_help_shows_a_group_a_flag_or_all(capsys):
-    def shown(*argv) -> list[str]:
-        assert run("train_ddp.py", ["--help", *argv]) == 0
+    def shown(*argv, script="train_ddp.py") -> list[str]:
+        assert run(script, ["--help", *argv]) == 0
         lines = capsys.readouterr().out.splitlines()
         return [line.split()[0] for line in lines if line.startswith("  --")]
 
@@ -88,8 +88,12 @@ def test_help_shows_a_group_a_flag_or_all(capsys):
     assert shown("sac-freq") == shown("--bsz", "4")[7:8] == ["--sac-freq"]
     assert run("train.py", ["--help=fp8", "--from", "none.yaml"]) == 0
     assert "--fp8-recipe" in capsys.readouterr().out
-    every = [flag_of(n) for n, f in declared(Args).items() if Script.DDP in f.scripts]
-    assert shown("all") == [flag for flag in every if flag != "--config"]
+    for script in Script:
+        names = [n for n, f in declared(Args).items() if script in f.scripts and n != "config"]
+        assert shown("all", script=script) == [flag_of(name) for name in names]
+        assert run(script, ["--help", "all"]) == 0
+        told = [n for n in names if str(defaults(Args)[n]) not in ("None", "False", "()")]
+        assert capsys.readouterr().out.count("(default:") == len(told) > 20
     assert run("estimate.py", ["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines.index(next(line for line in lines if "--gpu NAME" in line)) < 12

@@ -93,10 +93,11 @@ class Machine:
     def engine(self, name: str = "docker", version: str = "Docker version 28.2.2") -> None:
         self.put(name, ENGINE.format(state=self.state, version=version))
 
-    def slurm(self, kind: str, code: int = 0) -> None:
+    def slurm(self, kind: str, code: int = 0, preempted: str = "None") -> None:
         """A job of two nodes; srun and scontrol record."""
-        answer = f'#!/bin/sh\necho "$@" >> "{self.state}/scontrol"\necho node7\necho node8\n'
-        self.put("scontrol", answer)
+        answer = f'#!/bin/sh\necho "$@" >> "{self.state}/scontrol"\n'
+        answer += f'[ "$1 $2" = "show job" ] && echo "   PreemptTime={preempted}" && exit\n'
+        self.put("scontrol", f"{answer}echo node7\necho node8\n")
         self.put("srun", SRUN.format(state=self.state, code=code))
         job = dict(SUBMIT_DIR=str(ROOT), JOB_NODELIST="node[7-8]", JOB_ID="1234", JOB_NUM_NODES="2")
         self.environment |= {f"SLURM_{k}": v for k, v in job.items()} | {"CONTAINER": kind}
@@ -123,6 +124,13 @@ class Machine:
             text=True, stdin=subprocess.DEVNULL, cwd="/",
         )  # fmt: skip
         return done.returncode, done.stdout, done.stderr
+
+    def refuses(self, status: int, message: str, *argv, **options) -> None:
+        """A launch starts nothing, and says why in one line."""
+        before = self.calls("run", "exec")
+        code, out, error = self.launch(*argv, **options)
+        assert (code, out) == (status, "") and message in error, error
+        assert error.count("\n") == 1 and self.calls("run", "exec") == before, error
 
     def calls(self, *verbs: str) -> list[list[str]]:
         path = self.state / "calls"
@@ -184,8 +192,19 @@ def test_dockerignore_keeps_out_what_is_large_or_private():
 VENDORS = {"torch": "2.14.0a0+b2c75dd062.nv26.09", "transformer_engine": "2.19.0+abc",
            "numpy": importlib.metadata.version("numpy")}  # fmt: skip
 OUR_SITE = Path(str(distribution("pip").locate_file("")))  # importing pip would take distutils away
+DESCRIBED = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 WHEEL = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 INSTALL = r"install\.sh /opt/bench/pyproject\.toml /opt/bench (.*)"
+
+
+def put(site, name, version):
+    """Install a package without code, as an image's makers did."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(DESCRIBED.format(name, version))
+    (info / "INSTALLER").write_text("vendor\n")
+    files = ("METADATA", "INSTALLER", "RECORD")
+    (info / "RECORD").write_text("".join(f"{info.name}/{f},,\n" for f in files))
 
 
 @pytest.fixture
@@ -198,18 +217,11 @@ def image(tmp_path):
     site = next((tmp_path / "venv/lib").glob("python*/site-packages"))
     (site / "pip").symlink_to(OUR_SITE / "pip")
     for name, version in VENDORS.items():
-        info = site / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "INSTALLER").write_text("vendor\n")
+        put(site, name, version)
     packages = [(p.metadata["Name"], p.version, p.read_text("METADATA")) for p in
                 importlib.metadata.distributions()]  # fmt: skip
-    for name, version in (
-        ("wandb", "0.31.0"),
-        ("mlflow-skinny", "3.5.0"),
-    ):  # not of this environment
-        described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        packages.append((name, version, described))
+    for package in (("wandb", "0.31.0"), ("mlflow-skinny", "3.5.0")):  # not of this environment
+        packages.append((*package, DESCRIBED.format(*package)))
     for name, version, described in packages:
         stem = re.sub(r"[-.]+", "_", name) + f"-{version}"
         files = {"METADATA": described, "WHEEL": WHEEL, "RECORD": ""}
@@ -264,60 +276,37 @@ def test_build_fails_where_the_images_torch_is_too_old(image):
     assert "install.sh: the image has torch 2.10.0+rocm7, and 2.11 is needed" in error
 
 
-def put(site, name, version):
-    """Install a package without code, as an image's makers did."""
-    info = site / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "INSTALLER").write_text("vendor\n")
-    files = ("METADATA", "INSTALLER", "RECORD")
-    (info / "RECORD").write_text("".join(f"{info.name}/{f},,\n" for f in files))
-
-
-OLD = "0.14.0+git1"
+OLD = "torchao==0.14.0+git1"
 LEFT = "install.sh: left out torchao>=0.15: the image "
+PATCHED = "torchao==0.15.0+gite9c7bead9"  # AMD's
+THEIRS = importlib.metadata.version("protobuf")
+TOO_OLD = "install.sh: the image has pydantic 1.10.0, and pydantic>=2 is needed: "
 
 
 @pytest.mark.parametrize(
-    ("pins", "has", "said"),
-    [(f"torchao=={OLD}  # built here\n", True, f"{LEFT}has torchao {OLD}\n"),
-     ("", True, f"{LEFT}has torchao {OLD}\n"),
-     ("# none\n-i x\ntorchao==0.14.0\n", False, f"{LEFT}pins torchao==0.14.0\n")],
+    ("has", "pins", "said", "stays"),
+    [(OLD, f"{OLD}  # built here\n", f"{LEFT}has {OLD.replace('==', ' ')}\n", True),
+     (OLD, "", f"{LEFT}has {OLD.replace('==', ' ')}\n", True),
+     ("torchao==0.14.0", "# none\n-i x\ntorchao==0.14.0\n", f"{LEFT}pins torchao==0.14.0\n", False),
+     (PATCHED, "", "", True),
+     # What is installed wins over a pin; pip alone would go back from the first to the second.
+     (f"protobuf=={THEIRS}.post1", f"protobuf=={THEIRS}\n", "", True),
+     ("pydantic==1.10.0", "pydantic==1.10.0\n", f"{TOO_OLD}choose a newer BASE_IMAGE\n", None)],
 )  # fmt: skip
-def test_what_contradicts_the_images_pins_is_left_out(pins, has, said, image, tmp_path):
+def test_what_the_image_has_stays_and_what_contradicts_it_is_left_out(
+    has, pins, said, stays, image, tmp_path
+):
+    """The build fails where the project itself needs another version."""
     (tmp_path / "constraint.txt").write_text(pins)
-    if has:
-        put(image, "torchao", OLD)
+    name, version = has.split("==")
+    if stays is not False:  # else it is only pinned
+        put(image, name, version)
     constraint = {"PIP_CONSTRAINT": str(tmp_path / "constraint.txt")}
-    assert install(image, "fp8", "energy", **constraint) == said
-    after = (tmp_path / "bench/after.txt").read_text().splitlines()
-    assert [x for x in after if x.startswith("torchao")] == ([f"torchao=={OLD}"] if has else [])
-    assert any(x.startswith("nvidia-ml-py==") for x in after)
-
-
-def test_amds_patched_torchao_stays(image, tmp_path):
-    put(image, "torchao", "0.15.0+gite9c7bead9")
-    assert install(image, "fp8") == ""
-    assert "torchao==0.15.0+gite9c7bead9\n" in (tmp_path / "bench/after.txt").read_text()
-
-
-def test_what_the_image_installed_wins_over_its_own_pins(image, tmp_path):
-    """pip alone would go back from the first to the second."""
-    theirs = importlib.metadata.version("protobuf")
-    put(image, "protobuf", f"{theirs}.post1")
-    (tmp_path / "constraint.txt").write_text(f"protobuf=={theirs}\n")
-    assert install(image, PIP_CONSTRAINT=str(tmp_path / "constraint.txt")) == ""
-    assert f"protobuf=={theirs}.post1\n" in (tmp_path / "bench/after.txt").read_text()
-
-
-def test_build_fails_where_a_pin_contradicts_what_the_project_needs(image, tmp_path):
-    put(image, "pydantic", "1.10.0")
-    (tmp_path / "constraint.txt").write_text("pydantic==1.10.0\n")
-    error = install(image, fails=True, PIP_CONSTRAINT=str(tmp_path / "constraint.txt"))
-    assert error == (
-        "install.sh: the image has pydantic 1.10.0, and pydantic>=2 is needed: "
-        "choose a newer BASE_IMAGE\n"
-    )
+    assert install(image, "fp8", "energy", fails=stays is None, **constraint) == said
+    if stays is not None:
+        after = (tmp_path / "bench/after.txt").read_text().splitlines()
+        assert [x for x in after if x.startswith(f"{name}==")] == [has] * stays
+        assert any(x.startswith("nvidia-ml-py==") for x in after)
 
 
 def test_build_fails_where_something_would_replace_torch(image):
@@ -453,11 +442,11 @@ def test_a_variable_of_the_users_replaces_any_other(ready, tmp_path):
     assert {"MINE", "NCCL_ALGO", "USER", "XDG_CACHE_HOME"} <= named
     assert not named & {"HF_HOME", "NCCL_DEBUG", "A", "TRITON_CACHE_DIR"}
     (tmp_path / "env").write_text("A=1\nexport B=2\n")
-    code, _, error = ready.launch("--env-file", tmp_path / "env", "true")
-    assert code == 2 and f"--env-file {tmp_path}/env: line 2: must be NAME or NAME=VALUE" in error
+    message = f"--env-file {tmp_path}/env: line 2: must be NAME or NAME=VALUE"
+    ready.refuses(2, message, "--env-file", tmp_path / "env", "true")
     (tmp_path / "a,b").touch()
-    code, _, error = ready.launch("true", LLM_TRAIN_BENCH_HARDWARE=str(tmp_path / "a,b"))
-    assert code == 2 and "a,b: a path with a comma or quote cannot be mounted" in error
+    message, named = "a,b: a path with a comma or quote cannot be mounted", str(tmp_path / "a,b")
+    ready.refuses(2, message, "true", LLM_TRAIN_BENCH_HARDWARE=named)
 
 
 @pytest.mark.parametrize("name", ["NCCL_TOPO_FILE", "LLM_TRAIN_BENCH_HARDWARE"])
@@ -467,8 +456,8 @@ def test_files_that_variables_name_are_mounted(ready, tmp_path, name):
     call = ready.starts("true", **{name: str(file)})
     assert f"type=bind,src={file},dst={file},readonly" in values(call, "--mount")
     assert name in values(call, "-e")
-    code, _, error = ready.launch("true", **{name: "topology.xml"})
-    assert code == 2 and f"{name}=topology.xml: must be the whole path of a file here" in error
+    message = f"{name}=topology.xml: must be the whole path of a file here"
+    ready.refuses(2, message, "true", **{name: "topology.xml"})
 
 
 @pytest.mark.parametrize("script", [NVIDIA, AMD])
@@ -518,9 +507,8 @@ def test_re_entry_runs_in_the_container_that_is_there(ready):
 )  # fmt: skip
 def test_what_a_running_container_cannot_follow_is_refused(argv, tree, message, ready):
     (ready.state / "container").write_text(f"true|llm-train-bench:nvidia|{tree}")
-    code, _, error = ready.launch(argv, "true")
-    assert code == 1 and message in error and "--name starts another" in error
-    assert error.count("\n") == 1 and not ready.calls("run", "exec")
+    ready.refuses(1, message, argv, "true")
+    ready.refuses(1, "--name starts another", argv, "true")
 
 
 @pytest.mark.parametrize("name", ["localhost/other:1", "docker.io/library/other:1"])
@@ -630,10 +618,8 @@ def test_rdma_devices_where_there_are_any(ready):
 def test_what_is_missing_is_one_line_with_what_helps(machine, script, prepare, argv, code, message):
     machine.engine()
     prepare(machine)
-    status, out, error = machine.launch(argv, "true", script=script)
-    assert status == code and out == ""
-    assert error.count("\n") == 1 and error.startswith(f"{script}: ") and message in error
-    assert machine.calls("run", "exec") == []
+    machine.refuses(code, message, argv, "true", script=script)
+    assert machine.launch(argv, "true", script=script)[2].startswith(f"{script}: ")
 
 
 @pytest.mark.parametrize("script", [NVIDIA, AMD])
@@ -801,23 +787,18 @@ def test_slurm_variants(kind, machine):
         assert machine.calls()[-1][-3:] == ["rm", "-f", "llm-train-bench-1234"]
 
 
-@pytest.mark.parametrize("kind", ["none", "docker"])
-@pytest.mark.parametrize("code", [75, 1])
-def test_slurm_queues_a_job_again_that_saved_and_stopped(code, kind, machine):
-    machine.slurm(kind, code)
+@pytest.mark.parametrize(
+    ("kind", "code", "preempted", "again"),
+    [("none", 75, "None", True), ("docker", 75, "None", True), ("none", 1, "None", False),
+     ("docker", 1, "None", False), ("none", 143, "2026-11-26T18:00:00", True),
+     ("none", 143, "None", False)],
+)  # fmt: skip
+def test_slurm_queues_a_job_again_that_saved_and_stopped_or_was_preempted_before(
+    kind, code, preempted, again, machine
+):
+    machine.slurm(kind, code, preempted)
     assert machine.launch("train_ddp.py x.json", script="slurm.sbatch")[0] == code
-    assert ("requeue 1234" in (machine.state / "scontrol").read_text()) == (code == 75)
-
-
-def test_slurm_queues_a_job_again_that_was_preempted_before_it_could_save(machine):
-    machine.slurm("none", 143)
-    log = machine.state / "scontrol"
-    for preempted, again in (("2026-11-26T18:00:00", True), ("None", False)):
-        log.unlink(missing_ok=True)
-        shown = f'case "$1 $2" in "show job") echo "   PreemptTime={preempted}" ;; *) echo node7 ;; esac'
-        machine.put("scontrol", f'#!/bin/sh\necho "$@" >> "{log}"\n{shown}\n')
-        assert machine.launch("train_ddp.py x.json", script="slurm.sbatch")[0] == 143
-        assert ("requeue 1234" in log.read_text()) is again
+    assert ("requeue 1234" in (machine.state / "scontrol").read_text()) is again
 
 
 @mock.patch.dict(os.environ, BENCH_IMAGE_NAME="bench:1", BENCH_IMAGE_DIGEST="sha256:abc")

@@ -34,7 +34,7 @@ from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.provenance import numa_state
 from llm_train_bench.settings import flags
-from tests.helpers import ROOT, free_port, only_result, read_steps
+from tests.helpers import ROOT, free_port, only_result, read_steps, words
 from tests.processes import TORCHRUN, Started, signal_all, training, wait_until
 
 TINY = "configs/gpt2-tiny.json --seq-len 32 --bsz 2 --device cpu --amp off --no-tensorboard".split()
@@ -93,15 +93,20 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(start, tmp_path):
     assert f"MFU {tflops / 2 / 0.001:.1%}" in err
 
 
-def test_bad_input_is_one_line_before_any_rank_starts(tmp_path, monkeypatch, capsys):
+def fsdp(argv) -> int:
+    return launch_ranks(train_fsdp.train, argv, "train_fsdp.py")
+
+
+def test_bad_input_is_one_line_before_any_rank_starts(tmp_path, monkeypatch, refused):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(subprocess, "Popen", None)
-    argv = [*TINY, *SHORT, "--output-dir", str(tmp_path / "runs"), "--bucket-cap-mb", "5"]
-    assert launch_ranks(train_fsdp.train, argv, "train_fsdp.py") == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    assert err.startswith("train_fsdp.py: --bucket-cap-mb has no meaning for train_fsdp.py")
+    argv = [*TINY, *SHORT, "--output-dir", tmp_path / "runs"]
+    error = refused(fsdp, "has no meaning for train_fsdp.py", argv, "--bucket-cap-mb 5")
+    assert error.startswith("train_fsdp.py: --bucket-cap-mb ")
     assert not (tmp_path / "runs").exists()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    refused(fsdp, "train_fsdp.py: PyTorch has a GPU but counts none", "configs/gpt2-tiny.json")
 
 
 @pytest.mark.parametrize(
@@ -174,14 +179,6 @@ def test_a_signal_around_a_run_is_one_line(made, monkeypatch, capsys):
     assert capsys.readouterr().err == "x.py: rank 0: interrupted by SIGTERM\n"
 
 
-def test_a_gpu_that_is_not_counted_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert launch_ranks(train_fsdp.train, ["configs/gpt2-tiny.json"], "train_fsdp.py") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("train_fsdp.py: PyTorch has a GPU but counts none")
-
-
 def test_the_result_says_what_another_rank_failed_of(start, tmp_path, monkeypatch):
     """Rank 0 writes the result, and of itself only notices that the other is gone."""
     steps = itertools.count()
@@ -249,8 +246,7 @@ def test_the_watch_counts_from_step_to_step_only(monkeypatch):
     """Not before the first step, not while steps follow each other, and not after the last."""
     ended, last_resort = [], mock.Mock()
     monkeypatch.setattr("faulthandler.dump_traceback_later", last_resort)
-    watch = HangWatch(lambda error, when: ended.append(str(error)), 0.5)
-    try:
+    with contextlib.closing(HangWatch(lambda error, when: ended.append(str(error)), 0.5)) as watch:
         time.sleep(0.6)
         begin = time.monotonic()
         for _ in range(25):
@@ -264,8 +260,6 @@ def test_the_watch_counts_from_step_to_step_only(monkeypatch):
         assert len(others) <= seconds  # once a second, not once a step
         watch.step()
         assert wait_until(lambda: ended, 10)
-    finally:
-        watch.close()
     assert ended[0].startswith("no step in 0.5 s")
 
 
@@ -311,10 +305,7 @@ def test_the_launcher_gives_a_result_its_true_end(was, status, kept, tmp_path):
     ("error", "lost"),
     [
         (RuntimeError("[../pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
-        (
-            RuntimeError("Gloo connectFullMesh failed with [../pair.cc:152] timed out connecting"),
-            True,
-        ),
+        (RuntimeError("Gloo connectFullMesh failed with [a.cc:1] timed out connecting"), True),
         (DistBackendError("NCCL error: remote process exited or there was a network error"), True),
         (DistBackendError("It can be caused by unexpected exit of a remote peer"), True),
         (RuntimeError("[../pair.cc:1] Read error [10.0.0.2]:1: Connection timed out"), True),
@@ -478,15 +469,12 @@ def test_what_nccl_reports_ends_a_rank_that_does_not_notice(reacts, monkeypatch)
     broken = mock.Mock(side_effect=itertools.chain([None], itertools.repeat("REMOTE_ERROR")))
     monkeypatch.setattr(HangWatch, "PATIENCE_S", 1.0)
     watch = HangWatch(lambda error, when: ended.append(str(error)), 600.0, broken)
-    try:
+    with contextlib.closing(watch):
         watch.step()
         assert wait_until(lambda: broken.call_count > 1, 5) and not ended
         if reacts:
             watch.close()
         assert wait_until(lambda: ended, 3) is not reacts
-    finally:
-        if not reacts:
-            watch.close()
     assert ended == ([] if reacts else ["lost another rank: NCCL reports REMOTE_ERROR"])
 
 
@@ -644,43 +632,31 @@ def test_memory_is_checked_on_a_gpu_whose_free_memory_is_known(
 
 
 def test_launchers_are_recognised():
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    mpi = {"RANK": "17", "SIZE": "32", "LOCAL_RANK": "1"}
-    mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in mpi.items()}
+    def names(prefix, **values) -> dict[str, str]:
+        return {prefix + name: str(value) for name, value in values.items()}
+
+    torchrun = names("", RANK=0, WORLD_SIZE=2, LOCAL_RANK=0)
+    mpi = names("OMPI_COMM_WORLD_", RANK=17, SIZE=32, LOCAL_RANK=1)
     # A batch script itself is one process, however many tasks it asked for.
-    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}
-    srun = batch | {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "5"}
+    batch = names("SLURM_", PROCID=0, NTASKS=16, LOCALID=0)
+    srun = batch | names("SLURM_", PROCID=5, STEP_NUM_TASKS=16, LOCALID=5)
+    # Flux and PALS set MPICH's names too, without the rank on the node.
+    mpich = names("PMI_", RANK=3, SIZE=4)
     for environ, expected in (
         ({}, None),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Ranks(3, 8, 1)),
+        (names("", RANK=3, WORLD_SIZE=8, LOCAL_RANK=1), Ranks(3, 8, 1)),
         (torchrun | {"WORLD_SIZE": "1"}, Ranks(0, 1, 0)),
         (mpi, Ranks(17, 32, 1)),
         (srun | mpi, Ranks(17, 32, 1)),  # Open MPI's daemons are tasks of srun
         (srun, Ranks(5, 16, 5)),
-        ({"RANK": "3", "WORLD_SIZE": "8"}, Ranks(3, 8, 0)),
-        (srun | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (names("", RANK=3, WORLD_SIZE=8), Ranks(3, 8, 0)),
+        (srun | names("SLURM_", PROCID=0, STEP_NUM_TASKS=1), None),
         ({"SLURM_NTASKS": "8"}, None),  # inside salloc, outside srun
         (batch, None),
         (srun | torchrun, Ranks(0, 2, 0)),
-        # Flux and PALS set MPICH's names too, without the rank on the node.
-        (
-            {
-                "PMI_RANK": "3",
-                "PMI_SIZE": "4",
-                "FLUX_TASK_RANK": "3",
-                "FLUX_JOB_SIZE": "4",
-                "FLUX_TASK_LOCAL_ID": "1",
-            },
-            Ranks(3, 4, 1),
-        ),
-        (
-            {"PMI_RANK": "3", "PMI_SIZE": "4", "PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1"},
-            Ranks(3, 4, 1),
-        ),
-        (
-            {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"},
-            Ranks(3, 4, 1),
-        ),
+        (mpich | names("FLUX_", TASK_RANK=3, JOB_SIZE=4, TASK_LOCAL_ID=1), Ranks(3, 4, 1)),
+        (mpich | names("PALS_", RANKID=3, LOCAL_RANKID=1), Ranks(3, 4, 1)),
+        (names("JSM_NAMESPACE_", RANK=3, SIZE=4, LOCAL_RANK=1), Ranks(3, 4, 1)),
     ):
         assert find_ranks(environ) == expected, environ
     with pytest.raises(UsageError, match=r"RANK='x', WORLD_SIZE='2'.* must be whole numbers"):
@@ -703,35 +679,33 @@ def test_the_first_host_by_each_scheduler(tmp_path, monkeypatch):
         ranks._first_host({"PBS_NODEFILE": str(tmp_path / "none"), "WORLD_SIZE": "4"})
 
 
-def test_ranks_are_bound_to_the_cores_next_to_their_gpus(tmp_path, monkeypatch, capsys):
+def test_ranks_are_bound_to_the_cores_next_to_their_gpus(tmp_path, monkeypatch, refused):
     """By torchrun's own binding; without a GPU, numactl or ranks of its own the script says so."""
-    argv, configs = [*TINY, "--numa", "--output-dir", str(tmp_path)], []
+    argv, configs = ["configs/gpt2-tiny.json", "--numa", "--output-dir", tmp_path], []
 
     def run_agent(configure, prog, saving):
         configs.append(configure(tmp_path)[0])
         return 0
 
     monkeypatch.setattr(agent, "run_agent", run_agent)
-    code = launch_ranks(lambda *_: None, argv, "train_ddp.py")
-    assert code == 2 and "--numa: binds ranks to the cores next to their GPUs; there is no GPU" in (
-        capsys.readouterr().err
-    )
-    argv = [word for word in argv if word not in ("--device", "cpu")]
+    message = "--numa: binds ranks to the cores next to their GPUs; there is no GPU"
+    refused(fsdp, message, argv, "--device cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(launch.shutil, "which", lambda name: None)
-    assert launch_ranks(lambda *_: None, argv, "train_ddp.py") == 2
-    assert "--numa: needs numactl" in capsys.readouterr().err
+    refused(fsdp, "--numa: needs numactl", argv)
     monkeypatch.setattr(launch.shutil, "which", lambda name: "/usr/bin/numactl")
-    assert launch_ranks(lambda *_: None, argv, "train_ddp.py") == 0
+    assert fsdp(words(argv)) == 0
     assert configs[0].numa_options.affinity_mode.value == "node" and configs[0].nproc_per_node == 2
     with pytest.raises(UsageError, match="--numa: this script was started by a launcher"):
         launch.check_started_by_launcher(flags.RankFlags(numa=True))
-    tree = tmp_path / "node"
+
+
+def test_the_state_of_numa_is_told(tmp_path):
     for name in ("node0", "node1", "possible"):
-        (tree / name).mkdir(parents=True)
+        (tmp_path / name).mkdir()
     (tmp_path / "balancing").write_text("1\n")
-    assert numa_state(tree, tmp_path / "balancing") == {"nodes": 2, "balancing": True}
+    assert numa_state(tmp_path, tmp_path / "balancing") == {"nodes": 2, "balancing": True}
     assert numa_state(tmp_path / "x", tmp_path / "y") == {"nodes": None, "balancing": None}
 
 

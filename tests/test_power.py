@@ -87,13 +87,8 @@ def test_an_undisturbed_window(nvml):
 
 
 def test_energy_needs_both_readings_of_a_counter_that_moves(nvml, monkeypatch):
-    for first, last, used in (
-        (None, 9, None),
-        (9, None, None),
-        (5, 5, None),
-        (5, 4, None),
-        (5, 9, 4),
-    ):
+    unusable = [(None, 9), (9, None), (5, 5), (5, 4)]
+    for first, last, used in [*((*readings, None) for readings in unusable), (5, 9, 4)]:
         meter = PowerMeter(GPU)
         monkeypatch.setattr(meter.sensor, "joules", mock.Mock(side_effect=[first, last]))
         meter.begin()

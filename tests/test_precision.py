@@ -37,6 +37,7 @@ from tests.faults import assert_equal
 from tests.helpers import (
     FAMILIES,
     config,
+    noted,
     only_result,
     plan_of,
     read_steps,
@@ -378,7 +379,7 @@ def test_te_without_fp8_is_plain_and_named(family, te_in_place, tmp_path):
         assert len(te_in_place) == (9 if flags else 0)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert result["linear"] == "te" and result["fp8"] is None
-    assert any("by Transformer Engine, without FP8" in note for note in remark_texts(result))
+    assert noted(result, "by Transformer Engine, without FP8")
 
 
 @pytest.mark.parametrize(
@@ -460,7 +461,7 @@ def test_an_fp8_run_says_what_it_did_and_exports(tmp_path):
     r = trained(tmp_path, TINY, EMULATED, flags)
     assert r["fp8"]["recipe"] == "rowwise" and r["fp8"]["version"]
     assert r["metrics"]["ideal_time_fraction"] is None
-    assert any("emulated" in note for note in remark_texts(r))
+    assert noted(r, "emulated")
     (export,) = tmp_path.glob("*/export")
     first = read_steps(tmp_path)[0]["loss"]
     trained(tmp_path / "again", TINY, "--init-from", export)
@@ -508,12 +509,7 @@ def test_a_run_that_is_faster_than_can_be_is_marked(flags, peak, beyond, tmp_pat
     """The cause is a wrong peak, or kernels that did nothing; emulated FP8 has no known rate."""
     result = Result.model_validate(trained(tmp_path, TINY, flags, "--peak-tflops", peak))
     assert ("faster than its peak" in result.invalid) == beyond
-    assert (
-        any(
-            "of the peak, which is impossible" in note for note in remark_texts(result.model_dump())
-        )
-        == beyond
-    )
+    assert noted(result.model_dump(), "of the peak, which is impossible") == beyond
 
 
 def test_counts_of_compilation_are_those_of_the_run(tmp_path):
@@ -604,7 +600,7 @@ def test_compiling_inside_the_window_is_flagged(tmp_path, monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert r["metrics"]["window_compile_s"] > 0 and r["metrics"]["n_recompilations"] > 0
-    assert any("s inside the window" in note for note in remark_texts(r))
+    assert noted(r, "s inside the window")
     assert Result.model_validate(r).invalid == ["compiled in the window"]
 
 

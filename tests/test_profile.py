@@ -32,10 +32,10 @@ from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
 from tests.helpers import (
     ROOT,
+    noted,
     only_result,
     plan_of,
     read_steps,
-    remark_texts,
     trained,
     without_inductor,
     words,
@@ -72,7 +72,7 @@ def test_captured_steps_are_extra_and_marked(run):
     assert r["metrics"]["n_measured_steps"] == 4 and len(r["step_times_s"]) == 4
     assert r["profile"]["first_step"] == 8 and r["profile"]["n_steps"] == 2
     assert r["profile"]["in_window"] is False
-    assert any("a profiler looked at steps after" in note for note in remark_texts(r))
+    assert noted(r, "a profiler looked at steps after")
 
 
 def test_ranges_lie_where_they_belong(run):
@@ -340,7 +340,7 @@ def test_memory_report_and_capture_do_not_disturb_each_other(start, tmp_path):
     flags = "--memory-snapshot --profile --profile-steps 2 --profile-start"
     r = trained(tmp_path, TINY, flags, start)
     assert r["profile"]["n_steps"] == 2 and r["status"] == "ok" and r["memory"] is None
-    assert any("no memory by kind" in note for note in remark_texts(r))
+    assert noted(r, "no memory by kind")
     (path,) = tmp_path.glob("*/trace/rank0.pt.trace.json.gz")
     names = [s.name for spans in read_trace(path).host.values() for s in spans]
     assert names.count("forward") == names.count("optimizer") == 2

@@ -21,7 +21,7 @@ from llm_train_bench.compare.run_files import MOST_BYTES
 from llm_train_bench.compare.setting import identity
 from llm_train_bench.settings import flags
 from llm_train_bench.settings.command_line import parse_args
-from tests.helpers import ROOT, python, run_train, trained, words
+from tests.helpers import ROOT, python, train_main, trained, words
 
 SHARED = ROOT / "results/h200-sxm/llm-train-bench/gpt2-125m-bf16-20261127.json"
 FP8 = ROOT / "results/h200-sxm/llm-train-bench/llama-8b-proxy-fp8-20261127.json"
@@ -184,6 +184,12 @@ def test_an_honest_file_is_consistent(name, told):
     assert "not checked: losses from step 5 on; readings of sensors" in text
 
 
+def test_fp8_losses_have_a_wider_band_than_bf16(told):
+    content = json.loads(FP8.read_text())
+    at("steps.3.loss", lambda x: x + 0.02)(content)
+    assert "the loss of step 3 is" in told(content)[0]
+
+
 def test_every_file_of_results_is_consistent_and_one_page_shows_all(tmp_path, capsys):
     paths = list((ROOT / "results").glob("*/*/*.json"))
     assert len(paths) >= 6
@@ -195,12 +201,6 @@ def test_every_file_of_results_is_consistent_and_one_page_shows_all(tmp_path, ca
     assert "H200 SXM" in page and "548540" in page
     printed = capsys.readouterr()
     assert "| FP8, fp8-backend torchao" in printed.out and "shares" not in printed.err
-
-
-def test_fp8_losses_have_a_wider_band_than_bf16(told):
-    content = json.loads(FP8.read_text())
-    at("steps.3.loss", lambda x: x + 0.02)(content)
-    assert "the loss of step 3 is" in told(content)[0]
 
 
 @pytest.mark.parametrize(
@@ -325,13 +325,13 @@ def test_a_meters_own_words_are_digests(tmp_path):
 # --- versions --------------------------------------------------------------------------------------
 
 
-def trial(path: Path, name: str, code: int = 0, **changes) -> Path:
-    """The H200's run with other facts, by `part__field`; and its result's place."""
+def trial(path: Path, name: str, **changes) -> Path:
+    """The H200's run with other facts, by `part__field` or `part`; and its result's place."""
     content = json.loads((RUN / "result.json").read_text())
     content["lineage"]["id"] = hashlib.sha256(name.encode()).hexdigest()[:12]
     for key, value in changes.items():
         part, _, field = key.partition("__")
-        content[part][field] = value
+        content[part] = content[part] | {field: value} if field else value
     (path / name).mkdir(parents=True)
     (path / name / "result.json").write_text(json.dumps(content))
     (path / name / "steps.jsonl").write_text((RUN / "steps.jsonl").read_text())
@@ -343,7 +343,7 @@ def id_of(path: Path) -> str:
     return identity(record)
 
 
-def test_flags_come_and_go(tmp_path, monkeypatch, capsys):
+def test_flags_come_and_go(tmp_path, monkeypatch, output_of, refused):
     """A flag that is gone at its last default is nothing; at another value it is an unknown setting."""
     plain = trial(tmp_path, "plain")
     off = trial(tmp_path, "off", args__old_way=False)
@@ -352,73 +352,54 @@ def test_flags_come_and_go(tmp_path, monkeypatch, capsys):
     assert id_of(plain) != id_of(off)  # a fork's flag, of which nobody knows the default
     monkeypatch.setitem(flags.REMOVED, "old_way", False)
     assert id_of(plain) == id_of(off) != id_of(on) == id_of(also_on)
-    assert compare.main([str(plain), str(on)]) == 0
-    assert "| old-way " in capsys.readouterr().out
-    assert run_train(*words("--from", on / "result.json", "--output-dir", tmp_path)) == 2
-    said = (
-        "its run had --old-way True, and this version has no such flag; delete old_way from a copy"
-    )
-    assert said in capsys.readouterr().err
+    assert "| old-way " in output_of(compare.main, plain, on)
+    message = "had --old-way True, and this version has no such flag; delete old_way from a copy"
+    refused(train_main, message, "--from", on / "result.json", "--output-dir", tmp_path)
     # --verify says what it cannot compute any more.
-    assert compare.main([str(on), "--save", str(tmp_path / "on.json")]) == 0
-    assert check.main(["--verify", str(tmp_path / "on.json")]) == 0
-    assert "figures: this version lacks old_way True" in capsys.readouterr().out
+    output_of(compare.main, on, "--save", tmp_path / "on.json")
+    told = output_of(check.main, "--verify", tmp_path / "on.json")
+    assert "figures: this version lacks old_way True" in told
 
 
-def test_values_come_and_go(tmp_path, monkeypatch, capsys):
+def test_values_come_and_go(tmp_path, monkeypatch, refused):
     """A value that is gone is a setting; an old default of another type is the default."""
     plain, gone = trial(tmp_path, "plain"), trial(tmp_path, "gone", args__bf16_weights="rounded")
     assert id_of(plain) != id_of(gone)
-    assert run_train(*words("--from", gone / "result.json")) == 2
-    assert "--bf16-weights rounded, and this version has no such value" in capsys.readouterr().err
+    message = "--bf16-weights rounded, and this version has no such value"
+    refused(train_main, message, "--from", gone / "result.json")
     monkeypatch.setitem(flags.FORMER_VALUES, "bf16_weights", {"never": "off"})
     assert id_of(trial(tmp_path, "former", args__bf16_weights="never")) == id_of(plain)
 
 
-def test_lists_and_tuples_and_new_flags_are_no_other_setting(tmp_path):
-    """A result of before --pp-layers, one that has the JSON of its default, and one of another seed."""
-    content = json.loads((RUN / "result.json").read_text())
-    assert "pp_layers" not in content["args"]
-    old, new = trial(tmp_path, "old"), trial(tmp_path, "new", args__pp_layers=[])
-    assert id_of(old) == id_of(new) == id_of(trial(tmp_path, "seed", args__seed=7))
-    assert id_of(trial(tmp_path, "other", args__pp_layers=[3, 4])) != id_of(old)
+LOOP, PP = {"entrypoint": "loop.py"}, {"entrypoint": "train_pp.py"}
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"environment__cuda": "13.9"}, {"environment__settings": {"CUDA_VERSION": "13.9"}},
-     {"environment__image": {"name": "new:2", "digest": None}}, {"environment__git_sha": "1" * 40},
-     {"environment__torch_threads": 3}, {"args__output_dir": "/x"}, {"args__n_steps": 20}],
+    ("first", "second", "same"),
+    [({}, {"environment__cuda": "13.9"}, True),
+     ({}, {"environment__settings": {"CUDA_VERSION": "13.9"}}, True),
+     ({}, {"environment__image": {"name": "new:2", "digest": None}}, True),
+     ({}, {"environment__git_sha": "1" * 40}, True), ({}, {"environment__torch_threads": 3}, True),
+     ({}, {"args__output_dir": "/x"}, True), ({}, {"args__n_steps": 20}, True),
+     ({}, {"args__seed": 7}, True),
+     # The result is of before --pp-layers; the second has the JSON of its default.
+     ({}, {"args__pp_layers": []}, True), ({}, {"args__pp_layers": [3, 4]}, False),
+     # What depends on a flag that is off is nothing.
+     ({}, {"args__fp8_recipe": "rowwise"}, True),
+     ({"args__grad_clip": 2}, {"args__grad_clip": 2.0}, True),
+     # A pipeline of the default depth is one of two stages.
+     (PP | {"args__pp": None}, PP | {"args__pp": 2}, True),
+     ({"device__hardware": "GPU™ x"}, {"device__hardware": "GPU™ y"}, False),
+     # Arguments of loops of others: names with dots, numbers equal to our defaults.
+     (LOOP | {"args": {"optim.lr": 1}}, LOOP | {"args": {"optim.lr": 2}}, False),
+     (LOOP | {"args": {"β": 1}}, LOOP | {"args": {"β": 2}}, False),
+     (LOOP | {"args": {"β": 2}}, LOOP | {"args": {"key_dim": 2}}, False),
+     (LOOP | {"args": {"amp": "bf16"}}, LOOP | {"args": {"amp": "bf16", "bsz": 4}}, False)],
 )  # fmt: skip
-def test_software_and_machine_are_no_part_of_the_identity(change, tmp_path):
-    assert id_of(trial(tmp_path, "a")) == id_of(trial(tmp_path, "b", **change))
-
-
-def test_settings_that_differ_in_odd_names_are_two(tmp_path):
-    """Arguments of loops of others: names with dots, numbers equal to our defaults; odd devices."""
-    loop = {"entrypoint": "loop.py"}
-
-    def meter(name, **args) -> str:
-        run = trial(tmp_path, name)
-        path = run / "result.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | loop | {"args": args}))
-        return id_of(run)
-
-    assert meter("a", **{"optim.lr": 1}) != meter("b", **{"optim.lr": 2})
-    assert meter("c", **{"β": 1}) != meter("d", **{"β": 2}) != meter("e", key_dim=2)
-    assert meter("f", amp="bf16") != meter("g", amp="bf16", bsz=4)
-    odd = [trial(tmp_path, name, device__hardware=f"GPU™ {name}") for name in ("x", "y")]
-    assert id_of(odd[0]) != id_of(odd[1])
-    # Whole numbers are numbers, and a pipeline of the default depth is one of two stages.
-    assert id_of(trial(tmp_path, "h", args__grad_clip=2)) == id_of(
-        trial(tmp_path, "i", args__grad_clip=2.0)
-    )
-    for name, pp in (("j", None), ("k", 2)):
-        path = trial(tmp_path, name, args__pp=pp) / "result.json"
-        path.write_text(path.read_text().replace('"train.py"', '"train_pp.py"'))
-    assert id_of(tmp_path / "j") == id_of(tmp_path / "k")
-    # What depends on a flag that is off is nothing.
-    assert id_of(trial(tmp_path, "l", args__fp8_recipe="rowwise")) == id_of(trial(tmp_path, "m"))
+def test_what_a_setting_is(first, second, same, tmp_path):
+    """Software and the machine are no part of it."""
+    ids = id_of(trial(tmp_path, "a", **first)), id_of(trial(tmp_path, "b", **second))
+    assert (ids[0] == ids[1]) is same
 
 
 def test_small_numbers_of_a_result_are_numbers_to_from(tmp_path):
@@ -516,7 +497,7 @@ def test_a_reader_sees_one_of_two_writers_whole(tmp_path):
 # --- saving ----------------------------------------------------------------------------------------
 
 
-def test_saving_replaces_a_setting_and_keeps_its_tolerance_and_others(tmp_path, capsys):
+def test_saving_replaces_a_setting_and_keeps_its_tolerance_and_others(tmp_path, output_of):
     path = tmp_path / "base.json"
     a, b = trial(tmp_path, "a"), trial(tmp_path, "b", args__grad_clip=2.0)
     assert compare.main([str(a), str(b), "--save", str(path)]) == 0
@@ -527,13 +508,9 @@ def test_saving_replaces_a_setting_and_keeps_its_tolerance_and_others(tmp_path, 
     first = content["settings"][0]["setting"]
     again = trial(tmp_path, "again", metrics__goodput=0.5)
     failed = trial(tmp_path, "failed", metrics__window_saves=1, args__lr=0.5)
-    capsys.readouterr()
-    assert compare.main(words(again, b, failed, "--save", path)) == 5
-    printed = capsys.readouterr().out
-    assert (
-        printed.count("saved H200") == 2
-        and "left out gpt2-125m-bf16: saved in the window" in printed
-    )
+    printed = output_of(compare.main, again, b, failed, "--save", path, code=5)
+    assert printed.count("saved H200") == 2
+    assert "left out gpt2-125m-bf16: saved in the window" in printed
     entries = {entry["setting"]: entry for entry in json.loads(path.read_text())["settings"]}
     assert len(entries) == 2 and entries[first]["tolerance"] == 0.1
     assert {len(entry["runs"]) for entry in entries.values()} == {1}
@@ -583,7 +560,7 @@ def test_what_cannot_be_saved_or_judged_is_one_line(more, message, tmp_path, mon
     assert (tmp_path / "x.txt").read_text() == "my notes"
 
 
-def test_a_round_trip_over_two_images_and_two_versions(tmp_path, monkeypatch, capsys):
+def test_a_round_trip_over_two_images_and_two_versions(tmp_path, monkeypatch, output_of):
     """Saved with one image and version; another image, a flag more and one less, are held against it."""
     base = tmp_path / "base.json"
     monkeypatch.setitem(flags.REMOVED, "old_way", False)
@@ -594,28 +571,23 @@ def test_a_round_trip_over_two_images_and_two_versions(tmp_path, monkeypatch, ca
     new = [trial(tmp_path, f"new{i}", args__pp_layers=[], environment__cuda="13.1",
                  environment__settings={"CUDA_VERSION": "13.1.2"})
            for i in range(3)]  # fmt: skip
-    capsys.readouterr()
-    assert compare.main(words(new, "--baseline", base)) == 0
-    assert capsys.readouterr().out.startswith(
-        "ok H200 SXM x 1: gpt2-125m, train.py, T 1024, bsz 128"
-    )
+    printed = output_of(compare.main, new, "--baseline", base)
+    assert printed.startswith("ok H200 SXM x 1: gpt2-125m, train.py, T 1024, bsz 128")
     # Side by side they are rows of their own, named by what differs.
-    assert compare.main(words(new[0], base)) == 0
-    printed = capsys.readouterr().out
+    printed = output_of(compare.main, new[0], base)
     assert "cuda 13.0" in printed and "cuda 13.1, CUDA-VERSION 13.1.2" in printed
     assert compare.main(words(new, "--save", base)) == 0
     assert len(json.loads(base.read_text())["settings"]) == 1
 
 
-def test_copies_of_runs_do_not_count_again(tmp_path, capsys):
+def test_copies_of_runs_do_not_count_again(tmp_path, output_of):
     """Two copies of a file; and one of the baseline, among slower runs."""
     base, runs = tmp_path / "base.json", tmp_path / "runs"
     old = [trial(tmp_path, f"old{i}", metrics__goodput=i / 8) for i in range(2)]
     assert compare.main(words(old, "--save", base)) == 0
     copies = [shutil.copy(base, tmp_path / f"copy{i}.json") for i in range(2)]
-    assert len(read_records(map(str, copies), print, LogFacts())) == len(
-        read_records([str(copies[0])], print, LogFacts())
-    )
+    n_records = [len(read_records(map(str, c), print, LogFacts())) for c in (copies, copies[:1])]
+    assert n_records[0] == n_records[1]
     for i in range(3):
         path = trial(runs, f"new{i}") / "result.json"
         content = json.loads(path.read_text())
@@ -627,14 +599,11 @@ def test_copies_of_runs_do_not_count_again(tmp_path, capsys):
     for copied in (False, True):
         if copied:
             shutil.copy(base, runs / "saved.json")
-        capsys.readouterr()
-        code = compare.main(words(runs, "--baseline", base))
-        assert code == 1 and "new0 and 2 more" in capsys.readouterr().out.replace(
-            "gpt2-125m-bf16 and 2 more", "new0 and 2 more"
-        )
+        printed = output_of(compare.main, runs, "--baseline", base, code=1)
+        assert "new0 and 2 more" in printed or "gpt2-125m-bf16 and 2 more" in printed
 
 
-def test_a_file_among_the_runs_is_not_saved_into_itself(tmp_path, capsys):
+def test_a_file_among_the_runs_is_not_saved_into_itself(tmp_path, refused):
     runs = tmp_path / "runs"
     path = runs / "base.json"
     old = trial(runs, "old", metrics__goodput=0.5)
@@ -644,8 +613,7 @@ def test_a_file_among_the_runs_is_not_saved_into_itself(tmp_path, capsys):
     assert compare.main(words(runs, "--save", path)) == 0
     [entry] = json.loads(path.read_text())["settings"]
     assert [run["result"]["metrics"]["goodput"] for run in entry["runs"]] == [0.25]
-    assert compare.main(words(path, "--save", path)) == 2
-    assert f"no file of runs besides {path}" in capsys.readouterr().err
+    refused(compare.main, f"no file of runs besides {path}", path, "--save", path)
 
 
 def test_a_real_run_is_saved_compared_judged_and_verified(tmp_path, capsys):
