@@ -28,7 +28,6 @@ from llm_train_bench.apply.offload import Copies, apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import autocast, set_weights
 from llm_train_bench.apply.recompute import apply_recompute
-from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.collectives import tokens_sent
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.layout import ALONE
@@ -56,10 +55,7 @@ class _EvenLayout(RankLayout):
 
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
     """Peak bytes of a rank, optimizer state included; in a pipeline of group `pp_rank`."""
-    if work.fsdp.virtual > 1:
-        raise UsageError("a trace follows one stage of a rank")
-    if work.compiled or work.fp8:
-        raise UsageError("a trace follows eager 16- and 32-bit steps")
+    assert not work.compiled and not work.fp8 and work.fsdp.virtual == 1
     rank = pp_rank * work.fsdp.ranks if pp_rank else 0
     with _fake_ranks(work.world, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")

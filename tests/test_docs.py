@@ -1,6 +1,7 @@
 """docs/METRICS.md defines exactly the fields there are; the README's commands and names are real."""
 
 import dataclasses
+import importlib
 import json
 import re
 import shlex
@@ -20,8 +21,7 @@ from llm_train_bench.results.result_files import Step
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
-from tests.helpers import ROOT, run_train, without_inductor, words
-from tests.processes import forked
+from tests.helpers import ROOT, words
 
 METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -82,8 +82,9 @@ def test_readme_is_short_and_has_commands():
 
 
 @pytest.mark.parametrize("command", commands(README + TASKS))
-def test_command_runs(command, tmp_path, monkeypatch, tiny_world):
-    """Each command is run with its own flags, shrunk to a tiny model and three steps on a CPU."""
+def test_command_runs(command, monkeypatch, run_documented):
+    """Tools run. What trains is planned below, for the machine that it needs; every combination of
+    toggles is trained in tests/test_combinations.py."""
     words = shlex.split(command)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("="))
@@ -105,89 +106,53 @@ def test_command_runs(command, tmp_path, monkeypatch, tiny_world):
         assert (ROOT / words[0]).exists() and shlex.join(words[1:]) in commands()
     else:
         assert words[0] == "python" and (ROOT / words[1]).exists(), command
-        tiny_world(words[1], words[2:])
+        run_documented(words[1], words[2:])
 
 
-TOOLS = ("trace_report.py", "estimate.py", "sweep.py", "compare.py", "doctor.py", "check.py")
+TOOLS = ("trace_report.py", "estimate.py", "sweep.py", "compare.py", "doctor.py")
 
 
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory):
-    """A directory with three runs, for the commands that look at runs."""
+    """A directory with three runs of a quiet machine, for the commands that look at runs."""
     out = tmp_path_factory.mktemp("runs")
-    flags = "--seq-len 16 --bsz 1 --n-steps 40 --warmup-steps 1 --device cpu --run-name a"
-    assert run_train(*words("configs/gpt2-tiny.json", flags, "--output-dir", out)) == 0
-    # Three runs of a machine that is quieter than this one may be.
-    content = json.loads((out / "a/result.json").read_text())
+    content = json.loads((ROOT / "tests/sample/plain/result.json").read_text())
     for name, seconds in (("a", 0.01), ("b", 0.01002), ("c", 0.00998)):
         rate = content["batch"]["tokens_per_step"] / seconds
         content["metrics"] |= dict(tokens_per_sec=rate, tokens_per_sec_per_gpu=rate)
-        content["metrics"] |= dict(step_time_ci95_low_s=0.999 * seconds, other_cpu_fraction=0.0)
+        content["metrics"] |= dict(step_time_ci95_low_s=0.999 * seconds)
         content["metrics"] |= dict(step_time_ci95_high_s=1.001 * seconds)
         times = [seconds, 1.01 * seconds, 0.99 * seconds] * 13
         content |= {"run_name": name, "step_times_s": times}
-        (out / name).mkdir(exist_ok=True)
-        (out / name / "steps.jsonl").touch()
+        (out / name).mkdir()
         (out / name / "result.json").write_text(json.dumps(content))
-    argv = words(out, "--save", out / "baselines.json")
-    assert compare.main(argv) == 0
+    assert compare.main(words(out, "--save", out / "baselines.json")) == 0
     return out
 
 
-RAN = set()  # command lines that ran already, without their sizes
-
-
 @pytest.fixture
-def tiny_world(tmp_path, a_run):
-    """Runs a README command for real; `configs/...` is checked to exist, then made small."""
+def run_documented(tmp_path, a_run):
+    """Runs a documented command of a tool for real, on small files; reads one that trains."""
 
     def run(script: str, argv: list[str]) -> None:
-        text = tmp_path / "some.txt"
-        text.write_text("a line of text\n" * 400)
         if script == "prepare_data.py":
+            text = tmp_path / "some.txt"
+            text.write_text("a line of text\n" * 400)
             argv = [str(tmp_path / "out") if a.startswith("data/") else a for a in argv]
             argv = [str(text) if re.match(r"[^-].*(\.txt|/)$", a) else a for a in argv]
             assert prepare_data.main(argv) == 0
-            return
-        if script == "check.py":  # tests/test_check.py runs it, with one workload
+        elif script == "check.py":  # tests/test_check.py runs it, with one workload
             assert not argv
         elif script in TOOLS:
-            small = {"sweep.py": ["--dry-run"]}.get(script, []) if "--dry-run" not in argv else []
-            argv = [str(tmp_path / a) if a in ("comparison", "verdict") else a for a in argv]
+            small = ["--dry-run"] if script == "sweep.py" and "--dry-run" not in argv else []
+            places = {"comparison": tmp_path / "comparison", "verdict": tmp_path / "verdict"}
             if script == "compare.py":
-                places = {"baselines.json": str(a_run / "baselines.json")}
-                argv = [places.get(a, a) for a in argv]
+                places["baselines.json"] = a_run / "baselines.json"
                 argv = [str(a_run) if a.startswith(("runs/", "sweeps/")) else a for a in argv]
-            assert __import__(script.removesuffix(".py")).main([*argv, *small]) == 0
-        if script in TOOLS:
-            return
-        assert script in ("train.py", "train_ddp.py", "train_fsdp.py"), script
-        config, *flags = argv
-        assert (ROOT / config).exists()
-        prepare_data.main([str(text), "--val-fraction", "0", "--output-dir", str(tmp_path)])
-        flags = [str(tmp_path / "train.bin") if f.startswith("data/") else f for f in flags]
-        small = words("--n-steps 2 --warmup-steps 3 --seq-len 32 --bsz 1 --device cpu")
-        small += ["--output-dir", str(tmp_path / "runs")]
-        parse_args(argv, script)
-        sizes = r" --(bsz|seq-len|n-steps|warmup-steps) \S+"
-        if (line := re.sub(sizes, "", shlex.join([script, *flags]))) in RAN:
-            return  # the same once it is small
-        RAN.add(line)
-        if "--use-fp8" in flags:
-            small.append("--fp8-emulate")  # what there is without a GPU
-        if script == "train.py":
-            # This tries the commands, not the code Inductor generates for them.
-            with without_inductor():
-                assert run_train("configs/gpt2-tiny.json", *flags, *small) == 0
+            argv = [str(places.get(a, a)) for a in argv]
+            assert importlib.import_module(script.removesuffix(".py")).main([*argv, *small]) == 0
         else:
-            # Four layers, so that --sac-freq 1/4 can choose one.
-            tiny = "llama" if "--sac-freq" in flags else "gpt2"
-            tiny = "moe" if {"--route", "--ep"} & set(flags) else tiny
-            two_ranks = {"--ep", "--global-bsz"} & set(flags)
-            for name in two_ranks:
-                flags[flags.index(name) + 1] = "2"
-            small += [] if two_ranks else ["--nproc", "1"]
-            forked(script, f"configs/{tiny}-tiny.json", flags, small, TORCHDYNAMO_DISABLE="1")
+            parse_args(argv, script)
 
     return run
 
@@ -212,27 +177,11 @@ def test_migrating_answers_all_of_their_commands():
 
 
 @pytest.mark.parametrize("command", replacements())
-def test_replacement_runs(command, tmp_path, monkeypatch, tiny_world):
-    """As the README's commands: with its own flags, on a tiny model, for a few steps."""
+def test_replacement_runs(command, run_documented):
     words = shlex.split(command)
-    while words[0] != "python":  # a launcher's own part; the script starts two ranks itself
-        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        words = ["python", *words[script:]]
-    # A CPU has no such range; several ranks start for what no command above has.
-    if "--nsys-start" in words or (words[1] == "train_fsdp.py" and "--ep" not in words):
-        parse_args(words[2:], words[1])
-    elif words[1:] != [
-        "sweep.py",
-        "--help",
-    ]:  # tests/test_command_line.py asks all scripts for help
-        tiny_world(words[1], words[2:])
-
-
-@pytest.mark.parametrize("typed", re.findall(r"^\| `(python train[^`]+)`", MIGRATING, flags=re.M))
-def test_commands_of_earlier_tools_with_our_scripts_work_unchanged(typed):
-    words = shlex.split(typed)
-    assert parse_args(words[2:], words[1]).config.startswith("configs/")
-    assert (ROOT / words[2]).exists()
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    if words[script:] != ["sweep.py", "--help"]:  # tests/test_command_line.py asks all for help
+        run_documented(words[script], words[script + 1 :])
 
 
 def test_the_gpu_of_tasks_is_known(own_hardware):
@@ -255,7 +204,7 @@ def test_files_and_targets_that_pages_name_are_there():
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
         assert set(re.findall(r"`make ([\w-]+)", text)) <= set(targets), page.name
         for name in re.findall(rf"`((?:{FOLDERS})/[\w./-]+)`", text):
-            made = name in ("configs/roofs.json",)  # benchmarks/gemm.py makes it
+            made = name == "configs/roofs.json"  # by benchmarks/gemm.py
             assert made or (ROOT / name).exists(), f"{page.name}: {name}"
 
 

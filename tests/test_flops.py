@@ -10,11 +10,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from llm_train_bench.apply.recompute import apply_recompute
-from llm_train_bench.formulas.flops import (
-    attended_keys,
-    flops_per_token,
-    recomputed_flops_per_token,
-)
+from llm_train_bench.formulas import flops
+from llm_train_bench.formulas.flops import flops_per_token, recomputed_flops_per_token
 from llm_train_bench.formulas.parameters import linear_parameters
 from llm_train_bench.formulas.work import Fp8Work, Recompute
 from llm_train_bench.model import layers
@@ -94,25 +91,6 @@ def test_shipped_config_agrees_with_torch(path):
     assert ours == pytest.approx(counted(shape, seq_len), rel=1e-9)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_and_the_forward_alone(family):
-    shape = config(family, sliding_window=None) if family == "mistral" else config(family)
-    seq_len = 6  # below every window
-    with torch.no_grad():
-        forward = counted(shape, seq_len, train=False)
-    assert forward == flops_per_token(shape, seq_len, False, "forward")
-    assert 3 * forward == flops_per_token(shape, seq_len, False, "forward-backward")
-
-
-@pytest.mark.parametrize(("T", "window"), [(512, None), (512, 64), (512, 512), (512, 1000)])
-def test_attended_keys_against_the_mask_itself(T, window):
-    """Pairs the mask lets through, per query; the formulas leave out the diagonal's half pair."""
-    key = torch.arange(T)
-    pairs = ((key <= key[:, None]) & (key[:, None] - key < (window or T))).sum().item() / T
-    assert attended_keys(T, window, causal=True) == pytest.approx(pairs, abs=0.51)
-    assert attended_keys(T, window, causal=False) == min(T, window or T)
-
-
 # Models with modules of multi-token prediction: after the last layer, with a head each.
 MTP = {
     "deepseek_v3": dict(num_nextn_predict_layers=2),
@@ -122,21 +100,31 @@ MTP = {
 }
 
 
-@pytest.mark.parametrize("family", MTP)
-def test_multi_token_prediction_counts(family):
-    shape, T = config(family, **MTP[family]), 6
-    on = shape.with_mtp(0.3)
-    assert counted(on, T) == flops_per_token(on, T, False) > flops_per_token(shape, T, False)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_checkpointing_repeats_of_other_blocks(family):
-    """A norm after the last layer needs that layer's output again."""
-    shape = config(family, **MTP.get(family, {}))
-    shape = shape.with_mtp(0.3) if shape.mtp_layers else shape
-    block = work_of(shape, 6, "--sac-freq", "1/1")
-    again = counted(shape, 6, recompute=block.recompute) - counted(shape, 6)
+def test_every_family(family):
+    """The forward alone, all passes, and what checkpointing repeats: a norm after the last layer
+    needs that layer's output again."""
+    shape = config(family, sliding_window=None) if family == "mistral" else config(family)
+    seq_len = 6  # below every window
+    with torch.no_grad():
+        forward = counted(shape, seq_len, train=False)
+    assert forward == flops_per_token(shape, seq_len, False, "forward")
+    if family in MTP:
+        shape = config(family, **MTP[family]).with_mtp(0.3)
+    step, block = counted(shape, seq_len), work_of(shape, seq_len, "--sac-freq", "1/1")
+    assert step == flops_per_token(shape, seq_len, False, "forward-backward")
+    assert step > 3 * forward if family in MTP else step == 3 * forward
+    again = counted(shape, seq_len, recompute=block.recompute) - step
     assert again == pytest.approx(recomputed_flops_per_token(block))
+
+
+@pytest.mark.parametrize(("T", "window"), [(512, None), (512, 64), (512, 512), (512, 1000)])
+def test_attended_keys_against_the_mask_itself(T, window):
+    """Pairs the mask lets through, per query; the formulas leave out the diagonal's half pair."""
+    key = torch.arange(T)
+    pairs = ((key <= key[:, None]) & (key[:, None] - key < (window or T))).sum().item() / T
+    assert flops.attended_keys(T, window, causal=True) == pytest.approx(pairs, abs=0.51)
+    assert flops.attended_keys(T, window, causal=False) == min(T, window or T)
 
 
 @pytest.mark.parametrize("freq", ["1/1", "1/2", "1/3"])
@@ -188,11 +176,8 @@ def test_attention_that_is_repeated_counts_by_the_convention():
 
 @pytest.mark.parametrize(
     ("name", "seq_len", "palm_keys", "causal_keys"),
-    [
-        # A window of 4096: so many keys a query (palm), or 4096 - 4096^2 / 16384 (causal).
-        ("mistral-7b-v0.1", 8192, 4096, 3072),
-        ("gpt2-125m", 1024, 1024, 512),
-    ],
+    # A window of 4096: so many keys a query (palm), or 4096 - 4096^2 / 16384 (causal).
+    [("mistral-7b-v0.1", 8192, 4096, 3072), ("gpt2-125m", 1024, 1024, 512)],
 )
 def test_conventions_by_hand(name, seq_len, palm_keys, causal_keys):
     """6 N + 12 L d T, and in causal attention half of T; the parameters N include a tied head."""

@@ -1,20 +1,14 @@
 """Narrow formats and their products: against torchao, explicit loops, and what a format promises."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
 from torch import nn
 
-from llm_train_bench.apply.fp8 import reference
-from llm_train_bench.apply.fp8.torchao import (
-    MicroscaledProducts,
-    ScaledProducts,
-    _check_device,
-    _check_version,
-    fill_groups,
-    grouped_product,
-)
+from llm_train_bench.apply.fp8 import reference, torchao
+from llm_train_bench.apply.fp8.torchao import ScaledProducts, grouped_product
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.scales import reductions
 from llm_train_bench.model.experts import Stacked
@@ -78,12 +72,9 @@ def test_a_parts_scale_is_of_the_whole_tensor():
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize(
     "shared",
-    [
-        {"N": ("cp",), "K": (), "M": ("tp",)},
-        {"N": ("cp",), "K": ("tp",), "M": ()},
-        {"N": ("tp", "cp"), "K": (), "M": ()},
-    ],
-)
+    [{"N": ("cp",), "K": (), "M": ("tp",)}, {"N": ("cp",), "K": ("tp",), "M": ()},
+     {"N": ("tp", "cp"), "K": (), "M": ()}],
+)  # fmt: skip
 def test_magnitudes_are_reduced_as_the_formula_counts(recipe, shared):
     layout = Half([])
     layout.cp = 2
@@ -100,10 +91,33 @@ def test_magnitudes_are_reduced_as_the_formula_counts(recipe, shared):
         assert made == sorted((n, kind) for later, n, kind in expected if later == back)
 
 
-def plain(rows, weight, counts, product):
-    """Each expert's rows by themselves."""
-    parts = zip(rows.split(counts.tolist()), weight, strict=True)
-    return torch.cat([product(x, w) for x, w in parts])
+def by_each_expert(product):
+    """Multiplies each expert's rows by themselves."""
+
+    def multiply(rows, weight):
+        parts = zip(rows.split(COUNTS.tolist()), weight, strict=True)
+        return torch.cat([product(x, w) for x, w in parts])
+
+    return multiply
+
+
+def experts_in_one_call(recipe):
+    ends = COUNTS.cumsum(0, dtype=torch.int32)
+    return lambda x, w: grouped_product(recipe, True, x, w.transpose(1, 2), ends)
+
+
+def results_of(*ways, n_outputs, dtype=torch.float32):
+    """Output and gradients of experts' rows and weights, as each of the ways multiplies them."""
+    rows, weight = torch.randn(64, 32), torch.randn(4, n_outputs, 32)
+    rows[21:61] *= 1000  # one expert's rows hide no other's
+    results = []
+    for way in ways:
+        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = way(x.to(dtype), w.to(dtype))
+        torch.manual_seed(2)
+        y.backward(torch.randn_like(y))
+        results.append([y, x.grad, w.grad])
+    return zip(*results, strict=True)
 
 
 class OneExpert(torch.autograd.Function):
@@ -128,26 +142,15 @@ class OneExpert(torch.autograd.Function):
 
 
 def test_experts_in_fp8_are_each_scaled_by_themselves():
-    rows, weight = torch.randn(64, 32), torch.randn(4, 48, 32)
-    rows[21:61] *= 1000  # one expert's rows hide no other's
-    ends, results = COUNTS.cumsum(0, dtype=torch.int32), []
-    for way in (
-        lambda x, w: grouped_product("rowwise", True, x, w.transpose(1, 2), ends),
-        lambda x, w: plain(x, w, COUNTS, OneExpert.apply),
-    ):
-        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-        y = way(x, w)
-        torch.manual_seed(2)
-        y.backward(torch.randn_like(y))
-        results.append([y, x.grad, w.grad])
-    for made, expected in zip(*results, strict=True):
+    ways = experts_in_one_call("rowwise"), by_each_expert(OneExpert.apply)
+    for made, expected in results_of(*ways, n_outputs=48):
         torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("multiple", [16, 32])
 def test_groups_are_filled_up_without_a_wait(multiple):
     rows = torch.randn(64, 8)
-    filled, ends, places = fill_groups(rows, COUNTS.cumsum(0, dtype=torch.int32), multiple)
+    filled, ends, places = torchao.fill_groups(rows, COUNTS.cumsum(0, dtype=torch.int32), multiple)
     assert all(int(end) % multiple == 0 for end in ends) and len(filled) % multiple == 0
     begins = [0, *ends[:-1].tolist()]
     for begin, end, own in zip(begins, ends.tolist(), rows.split(COUNTS.tolist()), strict=True):
@@ -158,25 +161,14 @@ def test_groups_are_filled_up_without_a_wait(multiple):
 
 def test_experts_in_mxfp8_are_those_of_separate_layers():
     """torchao's emulated kernels, filled up by us: an expert's blocks hold no other's rows."""
-    rows, weight = torch.randn(64, 32), torch.randn(4, 64, 32)
-    rows[21:61] *= 1000
-    ends, results = COUNTS.cumsum(0, dtype=torch.int32), []
 
     def alone(x, w):
         filled = torch.cat((x, x.new_zeros(-len(x) % 32, 32)))
-        y = LinearProduct.apply(filled, w, MicroscaledProducts(emulated=True), None, None)
+        y = LinearProduct.apply(filled, w, torchao.MicroscaledProducts(emulated=True), None, None)
         return y[: len(x)]
 
-    for way in (
-        lambda x, w: grouped_product("mxfp8", True, x, w.transpose(1, 2), ends),
-        lambda x, w: plain(x, w, COUNTS, alone),
-    ):
-        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-        y = way(x.bfloat16(), w.bfloat16())
-        torch.manual_seed(2)
-        y.backward(torch.randn_like(y))
-        results.append([y, x.grad, w.grad])
-    for made, expected in zip(*results, strict=True):
+    ways = experts_in_one_call("mxfp8"), by_each_expert(alone)
+    for made, expected in results_of(*ways, n_outputs=64, dtype=torch.bfloat16):
         assert (made.float() - expected.float()).norm() < 0.02 * expected.float().norm()
 
 
@@ -229,56 +221,39 @@ def test_a_hadamard_transform_leaves_products_alone():
 def test_products_in_nvfp4_are_near_and_their_gradients_unbiased():
     x, w, grad = torch.randn(64, 128), torch.randn(96, 128), torch.randn(64, 96)
     products = reference.Nvfp4Products("blocks.0.mlp.up", ALONE, WHOLE)
-    errors = []
-    for made, exact in (
-        (products.output(x, w), x @ w.t()),
-        (products.of_input(grad, w), grad @ w),
-        (products.of_weight(grad, x), grad.t() @ x),
-    ):
-        errors.append(((made - exact).norm() / exact.norm()).item())
+    made = products.output(x, w), products.of_input(grad, w), products.of_weight(grad, x)
+    exact = x @ w.t(), grad @ w, grad.t() @ x
+    errors = [(m - e).norm() / e.norm() for m, e in zip(made, exact, strict=True)]
     assert all(0.02 < error < 0.25 for error in errors)
     assert torch.equal(products.of_weight(grad, x), products.of_weight(grad, x))  # as if resumed
     others = (reference.Nvfp4Products(f"blocks.{i}.mlp.up", ALONE, WHOLE) for i in range(64))
     many = torch.stack([p.of_weight(grad, x) for p in others]).mean(0)
-    assert (many - grad.t() @ x).norm() < 0.75 * errors[2] * (grad.t() @ x).norm()
+    assert (many - exact[2]).norm() < 0.75 * errors[2] * exact[2].norm()
 
 
 def test_a_gathered_input_is_gathered_beside_a_product():
     """In backward the gather begins before the input's gradient, and its scatter before the weight's."""
     events = []
 
-    class Loud(ScaledProducts):
-        def __init__(self):
-            pass
+    def say(name, function):
+        def run(*operands):
+            events.append(name)
+            return function(*operands)
 
-        def output(self, x, weight):
-            events.append("output")
-            return x @ weight.t()
-
-        def of_input(self, grad, weight):
-            events.append("of input")
-            return grad @ weight
-
-        def of_weight(self, grad, x):
-            events.append("of weight")
-            return grad.t() @ x
+        return run
 
     def move(name, change):
-        def begin(x):
-            events.append(f"{name} begins")
+        return say(f"{name} begins", lambda x: say(f"{name} ends", lambda: change(x)))
 
-            def end():
-                events.append(f"{name} ends")
-                return change(x)
-
-            return end
-
-        return begin
-
+    products = types.SimpleNamespace(
+        output=say("output", lambda x, weight: x @ weight.t()),
+        of_input=say("of input", torch.matmul),
+        of_weight=say("of weight", lambda grad, x: grad.t() @ x),
+    )
     gather = move("gather", lambda x: torch.cat((x, 2 * x), dim=1))
     scatter = move("scatter", lambda x: x[:, :3] + x[:, 3:])
     x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    y = LinearProduct.apply(x, weight, Loud(), gather, scatter)
+    y = LinearProduct.apply(x, weight, products, gather, scatter)
     assert events == ["gather begins", "gather ends", "output"]
     events.clear()
     y.sum().backward()
@@ -287,27 +262,25 @@ def test_a_gathered_input_is_gathered_beside_a_product():
     ]  # fmt: skip
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()), id):
-        LinearProduct.apply(x, weight, Loud(), gather, scatter)
+        LinearProduct.apply(x, weight, products, gather, scatter)
     assert kept == [x.numel(), weight.numel()]
 
 
 @pytest.mark.parametrize(
     ("recipe", "capability", "message"),
-    [
-        ("mxfp8", (9, 0), r"mxfp8: some GPU has compute capability 9.0, and 10.0 is needed"),
-        ("rowwise", (8, 9), r"8.9, and 9.0 is needed; use --fp8-recipe tensorwise"),
-        ("nvfp4", (10, 0), r"only emulates it here; use --fp8-backend te"),
-    ],
-)
+    [("mxfp8", (9, 0), r"mxfp8: some GPU has compute capability 9.0, and 10.0 is needed"),
+     ("rowwise", (8, 9), r"8.9, and 9.0 is needed; use --fp8-recipe tensorwise"),
+     ("nvfp4", (10, 0), r"only emulates it here; use --fp8-backend te")],
+)  # fmt: skip
 def test_devices_without_a_format_are_refused(recipe, capability, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(UsageError, match=message):
-        _check_device(torch.device("cuda"), recipe)
+        torchao._check_device(torch.device("cuda"), recipe)
 
 
 def test_an_older_torchao_is_refused_for_what_it_lacks():
     with pytest.raises(UsageError, match=r"mxfp8: torchao 0.15.0 has no such matmuls; 0.18 has"):
-        _check_version("0.15.0", "mxfp8")
-    _check_version("0.18.0+cpu", "mxfp8")
-    _check_version("1.0.0", "mxfp8")
+        torchao._check_version("0.15.0", "mxfp8")
+    torchao._check_version("0.18.0+cpu", "mxfp8")
+    torchao._check_version("1.0.0", "mxfp8")

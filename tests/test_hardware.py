@@ -15,16 +15,9 @@ import torch
 
 import estimate
 from benchmarks import gemm
+from llm_train_bench.base import hardware
 from llm_train_bench.base.errors import OwnError, UsageError
-from llm_train_bench.base.hardware import (
-    HARDWARE_FILE,
-    devices,
-    find_cpu,
-    find_hardware,
-    find_peaks,
-    name_of_part,
-    threads_of,
-)
+from llm_train_bench.base.hardware import devices, find_cpu, find_hardware, find_peaks
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.measure import device
 from llm_train_bench.measure.matmul_rate import device_tflops
@@ -34,7 +27,7 @@ from llm_train_bench.run import launch, window
 from tests import fuzz
 from tests.helpers import remark_texts, trained
 
-DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
+DEVICES = json.loads(hardware.HARDWARE_FILE.read_text())["devices"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +80,7 @@ def test_a_wrong_entry_is_one_line(own_hardware, entry, message, tmp_path):
     with pytest.raises(UsageError, match=message) as refused:
         if entry["name"] == "Box":
             own_hardware()
-            whole = json.loads(HARDWARE_FILE.read_text()) | {"devices": [*DEVICES, entry]}
+            whole = json.loads(hardware.HARDWARE_FILE.read_text()) | {"devices": [*DEVICES, entry]}
             (tmp_path / "ours.json").write_text(json.dumps(whole))
             fuzz.read_hardware(tmp_path / "ours.json")
         devices()
@@ -95,12 +88,12 @@ def test_a_wrong_entry_is_one_line(own_hardware, entry, message, tmp_path):
 
 
 def test_a_partition_is_not_the_whole():
-    whole = name_of_part("AMD Instinct MI300X VF", 191.5)
-    part = name_of_part("AMD Instinct MI300X", 24.0)
+    whole = hardware.name_of_part("AMD Instinct MI300X VF", 191.5)
+    part = hardware.name_of_part("AMD Instinct MI300X", 24.0)
     assert find_peaks(whole).bf16_tflops == 1307
     assert find_peaks(part).bf16_tflops is None and find_peaks(part).name == part
     assert part == "AMD Instinct MI300X, 24 GiB of it"
-    assert name_of_part("Box", 1.0) == name_of_part("Box", None) == "Box"
+    assert hardware.name_of_part("Box", 1.0) == hardware.name_of_part("Box", None) == "Box"
 
 
 def test_the_user_knows_better():
@@ -136,12 +129,12 @@ def test_why_there_is_no_gpu(monkeypatch):
 
 
 def nccl(version: int):
-    """NCCL's function that tells its version."""
+    """A loader of libraries whose NCCL tells this version."""
 
     def tell(pointer):
         pointer._obj.value = version
 
-    return tell
+    return lambda name: SimpleNamespace(ncclGetVersion=tell)
 
 
 def test_ranks_share_a_gpu_only_where_asked_and_where_nccl_can(monkeypatch):
@@ -151,15 +144,11 @@ def test_ranks_share_a_gpu_only_where_asked_and_where_nccl_can(monkeypatch):
     with pytest.raises(OwnError, match=r"sees no GPU for itself, only 2 in all.*_ENABLE=1 lets"):
         device.pick_device("cuda", 2)
     monkeypatch.setenv(device.SHARE_GPU, "1")
-    monkeypatch.setattr(
-        device.ctypes, "CDLL", lambda _: SimpleNamespace(ncclGetVersion=nccl(23007))
-    )
+    monkeypatch.setattr(device.ctypes, "CDLL", nccl(23007))
     with pytest.raises(OwnError, match=r"NCCL 2\.30\.7 does not let ranks share a GPU"):
         device.pick_device("cuda", 2)
     assert device.pick_device("cuda", 1) == torch.device("cuda", 1)
-    monkeypatch.setattr(
-        device.ctypes, "CDLL", lambda _: SimpleNamespace(ncclGetVersion=nccl(23102))
-    )
+    monkeypatch.setattr(device.ctypes, "CDLL", nccl(23102))
     assert device.pick_device("cuda", 5) == torch.device("cuda", 1)
     monkeypatch.setattr(launch, "memory_gib", lambda _: 80.0)
     ranks = Ranks(5, 6, 5)
@@ -174,10 +163,8 @@ def test_a_result_of_ranks_that_share_a_gpu_is_marked(monkeypatch, tmp_path):
         hosts = [("box", pid, uuid) for pid, uuid in enumerate(uuids)]
         told = lambda _, x, hosts=hosts: hosts if isinstance(x, tuple) else [x]  # noqa: E731
         monkeypatch.setattr(window, "gather", told)
-        flags = (
-            "configs/gpt2-tiny.json --device cpu --bsz 1 --seq-len 8 --n-steps 1 --warmup-steps 1"
-        )
-        r = trained(tmp_path / uuids[1], flags, "--warmup-seconds 0 --no-tensorboard")
+        flags = "--device cpu --bsz 1 --seq-len 8 --n-steps 1 --warmup-steps 1 --warmup-seconds 0"
+        r = trained(tmp_path / uuids[1], "gpt2-tiny --no-tensorboard", flags)
         assert ("ranks share a GPU" in Result.model_validate(r).invalid) == shared
         assert any("2 ranks share a GPU" in note for note in remark_texts(r)) == shared
 
@@ -186,12 +173,13 @@ def test_ranks_share_the_threads_of_a_cpu(own_hardware, monkeypatch):
     own_hardware(*(FOUR | {"name": f"{name}"} for name in ("Box, 8 threads", "Other, 32 threads")))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert find_cpu("Box", 1).name == "Box, 8 threads"
-    with pytest.raises(UsageError, match="Box, 2 threads; OMP_NUM_THREADS=2 python"):
-        find_cpu("Box", 3)
-    with pytest.raises(UsageError, match="Box, 1 thread; OMP_NUM_THREADS=1 python"):
-        find_cpu("Box", 9)
-    with pytest.raises(UsageError, match="does not have Nobody's; python"):
-        find_cpu("Nobody's", 1)
+    for name, ranks, message in (
+        ("Box", 3, "Box, 2 threads; OMP_NUM_THREADS=2 python"),
+        ("Box", 9, "Box, 1 thread; OMP_NUM_THREADS=1 python"),
+        ("Nobody's", 1, "does not have Nobody's; python"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            find_cpu(name, ranks)
 
 
 def test_the_rate_of_matmuls_is_that_of_batches_of_a_hundredth_of_a_second(monkeypatch):
@@ -208,7 +196,7 @@ def test_a_measured_cpu_has_an_estimate(own_hardware, tmp_path, monkeypatch, out
     path, threads = own_hardware(mine), torch.get_num_threads()
     gemm.keep_cpu(torch.device("cpu"), seconds=0.01)
     entries = json.loads(path.read_text())["devices"]
-    assert entries[0] == mine and entries[-1]["name"] == threads_of(cpu_name(), threads)
+    assert entries[0] == mine and entries[-1]["name"] == hardware.threads_of(cpu_name(), threads)
     e = entries[-1]
     assert e["bf16_tflops"] >= e["fp32_tflops"] > 0 and e["memory_tb_per_s"] > 0
     devices.cache_clear()
@@ -230,9 +218,8 @@ def test_a_measured_cpu_has_an_estimate(own_hardware, tmp_path, monkeypatch, out
     r["metrics"] |= {"step_time_mean_s": 3 * sum(times), "window_s": 15 * sum(times)}
     (tmp_path / "r/result.json").write_text(json.dumps(r))
     assert step_s(8) == right and 1.7 < step_s(16) / right < 2.0
-    shown = output_of(
-        estimate.main, f"{flags} 8 --pt-compile --gpu cpu --calibrate", tmp_path / "r"
-    )
+    argv = f"{flags} 8 --pt-compile --gpu cpu --calibrate", tmp_path / "r"
+    shown = output_of(estimate.main, *argv)
     assert "that run had another choice of --pt-compile, which one factor cannot carry" in shown
     argv = (f"{flags} 16 --gpu h100 --calibrate", tmp_path / "r")
     refused(estimate.main, "was measured on", *argv)

@@ -87,12 +87,6 @@ def test_facts_are_of_one_log_and_never_against_it(tmp_path, output_of, refused)
     refused(compare.main, "says 8192", tmp_path / "p.log", "--log seq-len=4096")
 
 
-def test_what_a_log_does_not_say_is_said(capsys):
-    assert compare.main([str(EXCERPT_DIR / "nemo.log")]) == 0
-    printed = capsys.readouterr()
-    assert "the log lacks seq-len" in printed.err and "unknown" in printed.out
-
-
 @pytest.mark.parametrize("escape", ["\x1b", ""], ids=["terminal", "web log"])
 def test_colours_are_no_part_of_the_figures(escape):
     """As torchtitan prints them, and as copied from a web page, without the escape characters."""
@@ -181,15 +175,20 @@ def test_digits_and_blank_lines_are_parsed_in_linear_time(suite):
     assert time.process_time() - begin < 2
 
 
-def test_logs_that_do_not_tell_their_model_say_why_they_are_not_compared(tmp_path, capsys):
+def test_what_a_log_does_not_say_is_said(tmp_path, capsys):
+    """Also why two that do not tell their model are not compared."""
     for name in "ab":
         shutil.copy(EXCERPT_DIR / "nemo.log", tmp_path / f"{name}.log")
-    argv = words(tmp_path / "a.log", tmp_path / "b.log", "--log seq-len=4096")
-    assert compare.main(argv) == 0
-    why = "their logs lack the model: a.log, b.log; use --log LOG:model=NAME"
-    assert why in capsys.readouterr().err
-    assert compare.main([*argv, "model=m"]) == 0
-    assert "lack the model" not in capsys.readouterr().err
+    argv = words(tmp_path / "a.log", tmp_path / "b.log")
+    without_model = "their logs lack the model: a.log, b.log; use --log LOG:model=NAME"
+    for facts, message, said in (
+        ("", "the log lacks seq-len", True),
+        ("--log seq-len=4096", without_model, True),
+        ("--log seq-len=4096 model=m", "lack the model", False),
+    ):
+        assert compare.main([*argv, *words(facts)]) == 0
+        printed = capsys.readouterr()
+        assert (message in printed.err) == said and "unknown" in printed.out
 
 
 def test_steady():

@@ -18,19 +18,8 @@ from llm_train_bench.run import profiling
 from llm_train_bench.run.profiling import observed_in
 from llm_train_bench.trace.observed import fallbacks, observe
 from llm_train_bench.trace.read_trace import Span, Trace, read_trace
-from tests.helpers import (
-    INDUCTOR_LINKS,
-    ROOT,
-    config,
-    only_result,
-    plan_of,
-    remark_texts,
-    run_train,
-    train_main,
-    trained,
-    words,
-    write_config,
-)
+from tests import helpers
+from tests.helpers import ROOT, only_result, plan_of, remark_texts, run_train, trained, words
 from tests.processes import forked
 
 TINY = words("configs/gpt2-tiny.json --bsz 2 --seq-len 32 --warmup-steps 1 --n-steps 3 --device cpu "
@@ -100,7 +89,7 @@ def test_the_user_s_own_tag_is_kept(switches, monkeypatch):
     assert torch.compiler.config.cache_key_tag.startswith("mine-")
 
 
-@pytest.mark.skipif(not INDUCTOR_LINKS, reason="torch's path has a space")
+@pytest.mark.skipif(not helpers.INDUCTOR_LINKS, reason="torch's path has a space")
 def test_compiled_code_of_one_kernel_is_not_another_s(switches):
     """pytorch/pytorch#185449: without the tag, `math` would run the flash of the process before."""
     q = torch.randn(1, 2, 16, 8)
@@ -146,7 +135,7 @@ def test_kernels_that_were_not_asked_for_make_a_run_invalid(tmp_path, monkeypatc
     runs = tmp_path / "runs"
     argv = [*TINY, "--attention", "math", "--output-dir", runs, "--run-name", "a"]
     why = "asked for math attention, flash ran"
-    out = output_of(train_main, argv)
+    out = output_of(helpers.train_main, argv)
     assert f" {why} |" in out and f"note: invalid: {why}: update PyTorch" in out
     r = only_result(runs)
     assert [x["text"] for x in r["remarks"] if x["kind"] == "invalid"] == [why]
@@ -175,7 +164,7 @@ def test_looking_changes_nothing_that_is_saved_exported_validated_or_reported(tm
     values = json.loads((ROOT / "configs/moe-tiny.json").read_text())
     values |= {"vocab_size": 97, "num_hidden_layers": 1, "hidden_size": 32, "head_dim": 8}
     values |= {"output_router_logits": True, "router_aux_loss_coef": 0.1, "attention_dropout": 0.1}
-    config = write_config(tmp_path, values)
+    config = helpers.write_config(tmp_path, values)
     left = {}
     for name, flags in (("on", []), ("off", ["--no-observe"])):
         out = tmp_path / name
@@ -210,7 +199,7 @@ def test_looking_changes_nothing_that_is_saved_exported_validated_or_reported(tm
 def test_pieces_are_for_what_is_not_plainly_causal(family, length, cp, masked):
     """Gathered keys where heads do not divide; a window; sinks."""
     argv = ["x", "--seq-len", length, "--cp", cp]
-    plan = plan_of(argv, "train_fsdp.py", 8, "cpu", config(family))
+    plan = plan_of(argv, "train_fsdp.py", 8, "cpu", helpers.config(family))
     assert plan.work.masked is masked
 
 
@@ -259,27 +248,21 @@ def test_attention_is_named_by_operators_or_kernels(names, host, attention):
 
 def test_what_fell_back_is_counted_by_the_step():
     seen = fallbacks(kernels("Memcpy DtoH (Device -> Pageable)", "multi_tensor_adam"))
-    assert [text for text, _ in seen] == [
-        "fallback: host copy that waits: Memcpy DtoH (Device -> Pageable), 1 a step"
-    ]
+    text = "fallback: host copy that waits: Memcpy DtoH (Device -> Pageable), 1 a step"
+    assert [told for told, _ in seen] == [text]
 
 
-@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("lacking", [0, 1])
 @pytest.mark.parametrize(
     ("script", "ranks", "config", "least"),
-    [
-        ("train.py", 1, "gpt2-tiny", 2 * 4),
-        ("train_pp.py", 2, "gpt2-tiny", 1 * 4),  # rank 0's half
-        # Attention's: grouped matmuls have no format in their names.
-        ("train.py", 1, "moe-tiny", 4 * 2),
-    ],
-)
-def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_invalid(
-    script, ranks, config, least, calls
-):
+    [("train.py", 1, "gpt2-tiny", 2 * 4), ("train_pp.py", 2, "gpt2-tiny", 1 * 4),  # rank 0's half
+     # Attention's: grouped matmuls have no format in their names.
+     ("train.py", 1, "moe-tiny", 4 * 2)],
+)  # fmt: skip
+def test_fp8_layers_in_a_higher_format_make_a_run_invalid(script, ranks, config, least, lacking):
     argv = [f"configs/{config}.json", "--use-fp8", "--fp8-backend", "torchao"]
     plan = plan_of([*argv, "--grad-acc-steps", "2"], script, ranks, "nvidia")
-    calls = 2 * least - calls
+    calls = 2 * least - lacking
     result, remarks = mock.Mock(fp8=mock.Mock(emulated=False)), []
     result.remark = lambda text, kind="information", advice="": remarks.append((kind, text))
     run = mock.Mock(plan=plan, result=result, device=torch.device("cuda"))
@@ -287,8 +270,7 @@ def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_invalid(
     seen = observed_in(kernels(*names, "nvjet_sm90_tss_320x128_64x3_1x2_h_badd_coopB_NTT"), run)
     assert seen.matmuls == {"cublas bf16": 1, "cublas fp8": calls}
     text = f"asked for FP8, {calls} of at least {2 * least} FP8 matmuls ran"
-    invalid = [] if calls == 2 * least else [text]
-    assert [text for kind, text in remarks if kind == "invalid"] == invalid
+    assert [text for kind, text in remarks if kind == "invalid"] == [text] * lacking
 
 
 def test_the_bandwidth_of_collectives_is_what_a_ring_sends():

@@ -323,19 +323,15 @@ def test_some_models_of_a_file(output_of, tmp_path, monkeypatch):
     assert summary.startswith("# 8 settings x 3 repeats = 24 runs; very roughly ")
     monkeypatch.chdir(tmp_path)  # where another train.py may be
     out = output_of(sweep.main, "--models configs/gpt2-125m.json --set bsz=1 --dry-run")
-    assert out.startswith(
-        "llm-train-bench train configs/gpt2-125m.json --bsz 1\n# 1 setting x 1 repeat = 1 run;"
-    )
+    command = "llm-train-bench train configs/gpt2-125m.json --bsz 1"
+    assert out.startswith(f"{command}\n# 1 setting x 1 repeat = 1 run;")
 
 
 def test_the_time_of_a_sweep_is_estimated_from_what_is_known(output_of, own_hardware, capsys):
     """From the GPU that a file names, or the measured CPU; START_S is the start of each run."""
-    argv = (
-        "--models configs/gpt2-tiny.json --set bsz=1,2 n-steps=90 --repeats 3 --dry-run --platform"
-    )
-    assert "6 runs; the time is unknown until the first run ends" in output_of(
-        sweep.main, argv, "amd"
-    )
+    argv = f"--models {MODEL} --set bsz=1,2 n-steps=90 --repeats 3 --dry-run --platform"
+    unknown = "6 runs; the time is unknown until the first run ends"
+    assert unknown in output_of(sweep.main, argv, "amd")
     cpu = dict(bf16_tflops=0.1, memory_gib=8.0, memory_tb_per_s=0.01)
     own_hardware(dict(name=f"{cpu_name()}, 1 thread") | cpu)
     summary = output_of(sweep.main, argv, "cpu").splitlines()[-1]
@@ -388,23 +384,21 @@ def test_ready_files_are_valid(path):
     assert e.methodology != "identical_config" or differences(e, "x") == []
 
 
-def test_a_layout_for_each_model_and_platform():
-    e = read_experiment(ROOT / "configs/sweeps/tensorprimat.yaml")
-    llama, qwen = ("train_fsdp.py", "llama-3.1-8b"), ("train_fsdp.py", "qwen2.5-7b")
-    expected = {"nvidia": [(*llama, 4, None), ("train_pp.py", "qwen2.5-7b", 4, 2)]}
-    expected["amd"] = [(*llama, 1, None), (*qwen, 1, None)]
-    for platform, cells in expected.items():
-        found = []
-        for cell in make_cells(e, platform):
-            args = parse_args(cell.argv(), cell.script)
-            plan = grid.plan_of(args, cell.script, 8, platform)
-            found.append((cell.script, Path(cell.config).stem, args.tp, args.pp))
-            assert plan.work.batch.global_batch == 128
-            sizes = args.seq_len, args.n_steps, args.warmup_steps, args.lr
-            assert sizes == (2048, 49, 1, 3e-4) and not args.use_fp8
-            assert args.sac_freq == ("1/1" if platform == "nvidia" else None)
-            assert args.usd_per_hour == {"nvidia": 4.0, "amd": 3.0}[platform]
-        assert found == cells
+@pytest.mark.parametrize(
+    ("platform", "flags", "layouts"),
+    [("nvidia", {"sac_freq": "1/1", "usd_per_hour": 4.0},
+      [("train_fsdp.py", "llama-3.1-8b", 4, None), ("train_pp.py", "qwen2.5-7b", 4, 2)]),
+     ("amd", {"usd_per_hour": 3.0},
+      [("train_fsdp.py", "llama-3.1-8b", 1, None), ("train_fsdp.py", "qwen2.5-7b", 1, None)])],
+)  # fmt: skip
+def test_a_layout_for_each_model_and_platform(platform, flags, layouts):
+    flags = dict(sac_freq=None, seq_len=2048, n_steps=49, warmup_steps=1, lr=3e-4) | flags
+    cells = make_cells(read_experiment(ROOT / "configs/sweeps/tensorprimat.yaml"), platform)
+    for cell, layout in zip(cells, layouts, strict=True):
+        args = parse_args(cell.argv(), cell.script)
+        assert (cell.script, Path(cell.config).stem, args.tp, args.pp) == layout
+        assert vars(args) | flags == vars(args) and not args.use_fp8
+        assert grid.plan_of(args, cell.script, 8, platform).work.batch.global_batch == 128
 
 
 def test_what_a_file_may_not_hold_is_one_line(tmp_path):
@@ -457,13 +451,8 @@ def rows_with_results(folder) -> list:
             path.write_text(json.dumps(r))
             row = {"key": name, "model": "gpt2-tiny", "status": "ok", "axes": {"bsz": bsz}}
             rows.append(row | {"result": str(path), "seq_len": 32})
-    lost = {
-        "key": "m-3-0",
-        "model": "gpt2-tiny",
-        "status": "timeout",
-        "axes": {"bsz": 3},
-        "seq_len": 32,
-    }
+    lost = rows[-1] | {"key": "m-3-0", "status": "timeout", "axes": {"bsz": 3}}
+    del lost["result"]
     return [*rows, lost | {"error": "not done after 5 s"}]
 
 
@@ -472,9 +461,8 @@ def test_a_sweep_has_the_verdicts_of_compare(tmp_path):
     rows = rows_with_results(tmp_path)
     here = compare(records_of_rows(rows), Prices({}, {}), None)
     there = compare(read_records([str(tmp_path)], print, LogFacts()), Prices({}, {}), None)
-    assert [(r.ratio, r.answer, r.verdict) for r in here[:2]] == [
-        (r.ratio, r.answer, r.verdict) for r in there
-    ]
+    ours, theirs = ([(r.ratio, r.answer, r.verdict) for r in rows] for rows in (here[:2], there))
+    assert ours == theirs
     first, *_, last = runs_table(here)
     assert (first["bsz"], first["step_time_cv"] > 0, first["kwh"]) == (1, True, None)
     assert (last["bsz"], last["invalid"]) == (3, "timeout: not done after 5 s")
@@ -482,9 +470,8 @@ def test_a_sweep_has_the_verdicts_of_compare(tmp_path):
     assert [runs_table(here)[0][name] for name in ("kwh", "gco2")] == [2.0, 890.0]
     assert here[1].ratio == pytest.approx(1.03, rel=1e-3) and len(here[1].record.rates) == 3
     assert [r.record.setting for r in here] == ["bsz 1", "bsz 2", "bsz 3"]
-    assert (
-        here[2].not_compared[0] == "timeout: not done after 5 s" and here[2].group == here[0].group
-    )
+    assert here[2].not_compared[0] == "timeout: not done after 5 s"
+    assert here[2].group == here[0].group
 
 
 def test_of_a_run_whose_result_was_deleted_the_row_tells(tmp_path):

@@ -71,27 +71,23 @@ def test_sweep_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("dims", "flops"),
+    ("dims", "name", "flops"),
     [
-        ([[2048, 768], [768, 3072]], 2 * 2048 * 768 * 3072),
-        ([[3072], [2048, 768], [768, 3072], [], []], 2 * 2048 * 768 * 3072),  # addmm
-        ([[8, 64, 32], [8, 32, 16]], 2 * 8 * 64 * 32 * 16),
-        ([[4, 4]], None),
-        (None, None),
-        ([["4", 4], [4, 4]], None),
-        ([[[4, 4], [4, 4]], [4, 4]], None),  # a list of tensors
-        ([[10**400, 4], [4, 4]], None),
+        ([[2048, 768], [768, 3072]], "", 2 * 2048 * 768 * 3072),
+        ([[3072], [2048, 768], [768, 3072], [], []], "", 2 * 2048 * 768 * 3072),  # addmm
+        ([[8, 64, 32], [8, 32, 16]], "", 2 * 8 * 64 * 32 * 16),
+        # oneDNN's second matrix is transposed: forward with a bias, and the weight's gradient.
+        ([[8, 64, 32], [16, 32], [16]], "llm_train_bench::onednn_linear", 2 * 8 * 64 * 32 * 16),
+        ([[512, 16], [512, 32]], "llm_train_bench::onednn_grad_weight", 2 * 512 * 16 * 32),
+        ([[4, 4]], "", None),
+        (None, "", None),
+        ([["4", 4], [4, 4]], "", None),
+        ([[[4, 4], [4, 4]], [4, 4]], "", None),  # a list of tensors
+        ([[10**400, 4], [4, 4]], "", None),
     ],
 )
-def test_flops_of_recorded_shapes(dims, flops):
-    assert matmul_flops_of(dims) == flops
-
-
-def test_flops_of_onednns_operators():
-    """Their second matrix is transposed: forward with a bias, and the weight's gradient."""
-    forward, grad = [[8, 64, 32], [16, 32], [16]], [[512, 16], [512, 32]]
-    assert matmul_flops_of(forward, "llm_train_bench::onednn_linear") == 2 * 8 * 64 * 32 * 16
-    assert matmul_flops_of(grad, "llm_train_bench::onednn_grad_weight") == 2 * 512 * 16 * 32
+def test_flops_of_recorded_shapes(dims, name, flops):
+    assert matmul_flops_of(dims, name) == flops
 
 
 def rasterized(trace, begin: float, end: float) -> dict[str, float]:
@@ -105,14 +101,13 @@ def rasterized(trace, begin: float, end: float) -> dict[str, float]:
         a, b = max(span.start, begin) - begin, min(span.end, end) - begin
         busy[kind][round(grid * a) : max(0, round(grid * b))] = True
     compute, communication, copies = busy.values()
-    marked = {
-        "compute": compute.sum(),
-        "communication": (communication & ~compute).sum(),
-        "copies": (copies & ~compute & ~communication).sum(),
-        "idle": (~compute & ~communication & ~copies).sum(),
-        "hidden": (communication & compute).sum(),
+    busy |= {
+        "communication": communication & ~compute,
+        "copies": copies & ~compute & ~communication,
+        "idle": ~compute & ~communication & ~copies,
+        "hidden": communication & compute,
     }
-    return {kind: count / grid for kind, count in marked.items()}
+    return {kind: marks.sum() / grid for kind, marks in busy.items()}
 
 
 @pytest.mark.parametrize("name", ["cuda_h100_training", "rocm_mi300x_ddp"])
