@@ -29,7 +29,7 @@ from llm_train_bench.compare.report import by_speed, runs_table, show_comparison
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.sweep.all_runs import run_all
 from llm_train_bench.sweep.cell_runs import Rows
-from llm_train_bench.sweep.duration import Durations, duration_text
+from llm_train_bench.sweep.duration import duration_text, estimated_seconds
 from llm_train_bench.sweep.experiment import Experiment, machines_of
 from llm_train_bench.sweep.grid import Cell, differences, make_cells
 from llm_train_bench.sweep.rows_as_records import records_of_rows
@@ -103,14 +103,10 @@ def summary(cells: list[Cell], e: Experiment, platform: Platform, searches: bool
     text = f"# {settings} x {repeats} = {runs}"
     if searches:
         return f"{text}; a search decides which of them run, and for how long"
-    durations = Durations(cells, e, platform)
-    seconds = durations.of(cells * e.repeats)
+    seconds = estimated_seconds(cells, e, platform)
     if seconds is None:
         return f"{text}; the time is unknown until the first run ends"
-    took = duration_text(seconds)
-    if durations.estimated:
-        return f"{text}; estimated {took}; compilation is extra"
-    return f"{text}; very roughly {took} at a CPU's usual speed; compilation is extra"
+    return f"{text}; estimated {duration_text(e.repeats * seconds)}; compilation is extra"
 
 
 if __name__ == "__main__":

@@ -236,4 +236,5 @@ def batches(
 def _weight(packing: Packing, samples: range, seq_len: int) -> float:
     """Positions of these samples over the labels among them that are not masked."""
     positions = len(samples) * seq_len
-    return positions / max(1, positions - packing.masked(np.array(samples)))
+    masked = int(packing.begins(np.array(samples))[:, 1:].sum())
+    return positions / max(1, positions - masked)

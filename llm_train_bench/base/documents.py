@@ -6,7 +6,6 @@ after each separator. Like the tokens they are a pure function of the seed and t
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,26 +63,17 @@ class DrawnDocuments:
     seq_len: int
     seed: int
 
-    def drawn(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Rows, and where a document after the first begins in each of them; one document at a time."""
-        rows, at, number = np.arange(len(samples)), np.zeros(len(samples), dtype=np.int64), 0
-        while len(rows):
-            at += self.table[hashed(samples[rows], number, self.seed) % len(self.table)]
-            inside, number = at <= self.seq_len, number + 1
-            rows, at = rows[inside], at[inside]
-            yield rows, at
-
     def begins(self, samples: np.ndarray) -> np.ndarray:
         """(n, seq_len + 1) whether a document begins there, of the samples of these numbers."""
         begin = np.zeros((len(samples), self.seq_len + 1), dtype=bool)
         begin[:, 0] = True
-        for where in self.drawn(samples):
-            begin[where] = True
+        rows, at, number = np.arange(len(samples)), np.zeros(len(samples), dtype=np.int64), 0
+        while len(rows):  # the next document of each sample that has one
+            at += self.table[hashed(samples[rows], number, self.seed) % len(self.table)]
+            inside, number = at <= self.seq_len, number + 1
+            rows, at = rows[inside], at[inside]
+            begin[rows, at] = True
         return begin
-
-    def masked(self, samples: np.ndarray) -> int:
-        """Labels of these samples that are the first token of another document."""
-        return sum(len(rows) for rows, _ in self.drawn(samples))
 
 
 def hashed(samples: np.ndarray, number: int, seed: int) -> np.ndarray:
@@ -104,25 +94,15 @@ class FileDocuments:
     ends: np.ndarray
     windows: Windows
 
-    def inside(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the samples begin (n,), and the first and last of the ends inside each (2, n)."""
-        starts = np.array([self.windows.start(sample) for sample in samples.tolist()])
-        edges = np.stack((starts + 1, starts + self.windows.seq_len + 1))
-        return starts, np.searchsorted(self.ends, edges)
-
     def begins(self, samples: np.ndarray) -> np.ndarray:
         """As DrawnDocuments."""
         begin = np.zeros((len(samples), self.windows.seq_len + 1), dtype=bool)
         begin[:, 0] = True
-        starts, edges = self.inside(samples)
-        for row, start, low, high in zip(begin, starts, *edges, strict=True):
+        for row, sample in zip(begin, samples.tolist(), strict=True):
+            start = self.windows.start(sample)
+            low, high = np.searchsorted(self.ends, (start + 1, start + self.windows.seq_len + 1))
             row[self.ends[low:high] - start] = True
         return begin
-
-    def masked(self, samples: np.ndarray) -> int:
-        """As DrawnDocuments."""
-        _, (low, high) = self.inside(samples)
-        return int((high - low).sum())
 
 
 Packing = DrawnDocuments | FileDocuments

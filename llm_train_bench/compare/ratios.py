@@ -22,7 +22,6 @@ from llm_train_bench.compare.setting import (
     unlike,
 )
 from llm_train_bench.formulas.time_statistics import mean_of
-from llm_train_bench.settings.flags import Fp8Flags
 
 # Figures of a setting that are means over its runs.
 MEANS = "tokens_per_sec tokens_per_sec_per_gpu mfu tflops_per_gpu tokens_per_joule goodput".split()
@@ -129,7 +128,7 @@ def compare(
                 rates, base = row.record.rates, first.record.rates
                 if not row.not_compared and rates and base:
                     row.ratio = statistics.fmean(rates) / statistics.fmean(base)
-                    row.about_ratio = beside_te(row.record, [r.record for r in usable])
+                    row.about_ratio = about_te(row.record)
                     row.ratio_low, row.ratio_high = ratio_interval(rates, base) or (None, None)
     references = {row.group: row.record for row in rows if row.is_reference}
     tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
@@ -141,25 +140,14 @@ def compare(
     return rows
 
 
-# Arguments in which FP8 by Transformer Engine and the same modules without it may differ.
-FORMAT_ALONE = {"linear", *Fp8Flags.__dataclass_fields__}
-
-
-def beside_te(record: Record, others: list[Record]) -> list[str]:
-    """How FP8 by Transformer Engine compares with its modules without FP8, which are its reference."""
-    ours, rate = record.arguments or {}, record.tokens_per_sec_per_gpu or 0.0
-    if not (ours.get("use_fp8") and ours.get("fp8_backend") == "te"):
+def about_te(record: Record) -> list[str]:
+    """What a ratio contains besides FP8, where Transformer Engine computes it."""
+    settings = record.arguments or {}
+    if not (settings.get("use_fp8") and settings.get("fp8_backend") == "te"):
         return []
-    for other in others:
-        theirs, base = other.arguments or {}, other.tokens_per_sec_per_gpu
-        differ = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
-        same = "hardware", "n_gpus", "model_hash"
-        alike = all(getattr(other, name) == getattr(record, name) for name in same)
-        ran = ((r.conditions or {}) | {"linear": ""} for r in (other, record))
-        alike = alike and next(ran) == next(ran)
-        if theirs.get("linear") == "te" and base and alike and differ <= FORMAT_ALONE:
-            return [f"FP8 alone, against {other.setting}: {rate / base:.3f}"]
-    return ["the ratio has Transformer Engine's fused norms too; --linear te is FP8's reference"]
+    return [
+        "the ratio has Transformer Engine's fused norms too; --reference a run with --linear te"
+    ]
 
 
 def group_of(r: Record) -> str:

@@ -1,12 +1,12 @@
-"""How long a sweep takes: estimated before it runs, and from its own runs as they end. Needs no torch."""
+"""How long a sweep takes: estimated before it runs, and by its own runs as they end. Needs no torch."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from llm_train_bench.base.errors import DoesNotFit, UsageError
 from llm_train_bench.base.hardware import Hardware, find_cpu
-from llm_train_bench.base.machine import cpu_name, n_cores
-from llm_train_bench.formulas.flops import step_flops_per_token
+from llm_train_bench.base.machine import cpu_name
+from llm_train_bench.base.tables import grouped
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.command_line import parse_args
@@ -18,9 +18,6 @@ from llm_train_bench.sweep.grid import Cell, plan_of, sweep_gpu
 
 # Seconds from the start of a process to its first step (6 to 9 on two CPU cores); compilation is extra.
 START_S = 8.0
-# FLOP/s of a core that was never measured: in fp32, small models reach 6e10 and 12e10 on two AMD EPYCs.
-CPU_FLOPS = 8e10
-Name = tuple[str, str]
 
 
 def work_on(cell: Cell, e: Experiment, platform: Platform) -> tuple[Work, Hardware]:
@@ -38,64 +35,33 @@ def work_on(cell: Cell, e: Experiment, platform: Platform) -> tuple[Work, Hardwa
     return plan_of(args, cell.script, world, platform, gpu, gpu.memory_gib).work, gpu
 
 
-class Durations:
-    """Seconds of runs: as a setting's own runs took, or scaled from others by the work of the steps."""
-
-    def __init__(self, cells: Sequence[Cell], e: Experiment, platform: Platform):
-        self.timeout_s, self.estimated, self.on_cpu = e.timeout_s, True, platform == "cpu"
-        self.work: dict[Name, float] = {}  # seconds of all steps, as far as they are known
-        for cell in cells:
-            try:
-                work, device = work_on(cell, e, platform)
-                self.work[name_of(cell)] = estimate_speed(work, device).step_s * n_steps(cell)
-            except DoesNotFit:
-                self.work[name_of(cell)] = 0.0
-            except UsageError:  # the device is not known
-                self.estimated = False
-        for cell in [] if self.estimated else cells:
-            args = parse_args(cell.argv(), cell.script)
-            work = plan_of(args, cell.script, args.nproc, platform).work
-            flops = step_flops_per_token(work, causal=True) * work.batch.tokens_per_step
-            self.work[name_of(cell)] = flops * n_steps(cell) / (CPU_FLOPS * n_cores())
-        self.walls: dict[Name, list[float]] = {}
-        self.starts: list[float] = []  # of each run, the seconds beside its steps
-        self.scales: list[float] = []  # and its seconds per unit of work
-
-    def add(self, cell: Cell, row: CellRow) -> None:
-        """A run has ended."""
-        if (wall := row.get("wall_s")) is None:
-            return
-        self.walls.setdefault(name_of(cell), []).append(wall)
-        if times := row.get("step_times_s"):
-            stepping = statistics.fmean(times) * n_steps(cell)
-            self.starts.append(max(0.0, wall - stepping))
-            if work := self.work[name_of(cell)]:
-                self.scales.append(stepping / work)
-
-    def of(self, cells: Iterable[Cell]) -> float | None:
-        """Seconds of one run of each, one after the other; None where nothing tells."""
-        seconds = [self._of_one(cell) for cell in cells]
-        return None if None in seconds else sum(filter(None, seconds))
-
-    def _of_one(self, cell: Cell) -> float | None:
-        if walls := self.walls.get(name_of(cell)):
-            return statistics.fmean(walls)
-        if not (self.scales or self.estimated or self.on_cpu):
+def estimated_seconds(cells: Sequence[Cell], e: Experiment, platform: Platform) -> float | None:
+    """Seconds of a run of each setting, one after the other; None where a device is not known."""
+    seconds = 0.0
+    for cell in cells:
+        args = parse_args(cell.argv(), cell.script)
+        try:
+            work, device = work_on(cell, e, platform)
+            step_s = estimate_speed(work, device).step_s
+        except DoesNotFit:
+            step_s = 0.0
+        except UsageError:
             return None
-        scale = statistics.median(self.scales) if self.scales else 1.0
-        start = statistics.median(self.starts) if self.starts else START_S
-        return min(start + scale * self.work[name_of(cell)], self.timeout_s)
+        seconds += min(START_S + step_s * (args.warmup_steps + args.n_steps), e.timeout_s)
+    return seconds
 
 
-def name_of(cell: Cell) -> Name:
-    """What tells a setting from others of its sweep."""
-    return cell.config, cell.label()
-
-
-def n_steps(cell: Cell) -> int:
-    """Steps of a setting's run, with warm-up."""
-    args = parse_args(cell.argv(), cell.script)
-    return args.warmup_steps + args.n_steps
+def time_left(cells: Sequence[Cell], done: Sequence[tuple[Cell, CellRow]]) -> str:
+    """How long a run of each of `cells` takes: the mean of the setting's runs so far, or of all."""
+    walls = [(cell, row["wall_s"]) for cell, row in done if "wall_s" in row]
+    if not walls:
+        return "time left unknown"
+    mean = statistics.fmean(wall_s for _, wall_s in walls)
+    means = {
+        cell: statistics.fmean(wall_s for _, wall_s in runs)
+        for cell, runs in grouped(walls, lambda pair: pair[0]).items()
+    }
+    return f"{duration_text(sum(means.get(cell, mean) for cell in cells))} left"
 
 
 def duration_text(seconds: float) -> str:
