@@ -38,7 +38,6 @@ class RunsFlags:
         these.
     reference: Run to compare with. By default, per group, the one with the fewest non-default flags.
     methodology: identical_config: runs are not compared if any setting differs.
-    one_model: Treat all runs of one sequence length as runs of the same model.
     log: Facts that logs of other suites lack: seq-len, gpus, hardware, global-batch, model or
         parameters. Applies to all logs, or to one as LOG:KEY=VALUE.
     log_pattern: Read any other log by a regular expression with named groups, such as
@@ -48,7 +47,6 @@ class RunsFlags:
     results: tuple[str, ...] = flag((), metavar="PATH ...", positional=True)
     reference: str | None = flag(None, metavar="RUN")
     methodology: Literal["maximum_performance", "identical_config"] = flag("maximum_performance")
-    one_model: bool = flag(False)
     log: tuple[str, ...] = flag((), metavar="[LOG:]KEY=VALUE ...")
     log_pattern: str | None = flag(None, metavar="REGEX")
 
@@ -124,11 +122,6 @@ def main(argv: Sequence[str]) -> int:
     for record in records:
         for remark in record.remarks if not record.result else ():
             say(": ".join(filter(None, (record.path, remark.text, remark.advice))))
-    if args.one_model:
-        if len(names := sorted({record.model or "unknown" for record in records})) > 1:
-            say(f"--one-model treats as one: {', '.join(names)}")
-        for record in records:
-            record.model, record.model_hash = "one model", None
     sweeps = swept(args.results)
     experiments = [e for e, _ in sweeps.values()]
     if args.experiment:

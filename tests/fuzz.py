@@ -275,7 +275,7 @@ def check_file(file: Path) -> None:
 
 def compares(path: Path) -> None:
     """By itself, and beside a run of ours, in one of some ways."""
-    ways = ([], ["--one-model"], ["--methodology", "identical_config"])
+    ways = ([], ["--log", "model=gpt"], ["--methodology", "identical_config"])
     more = [[], [PLAIN]][len(path.read_bytes()) % 2]
     flags = ["--output-dir", "@out", "--tokens", 1e12, *ways[path.stat().st_size % 3]]
     run(path, compare.main, "@", *more, *flags)

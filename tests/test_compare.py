@@ -110,7 +110,7 @@ SUITE = json.loads((LOGS / "suite.json").read_text())
 PLAIN = json.loads(fuzz.PLAIN.read_text())
 
 
-def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
+def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of):
     """By the file's name without its platform; older names of curves; MFU from parameters."""
     shape = {"num_parameters": 8e9, "num_layers": 32, "hidden_size": 4096}
     content = changed(SUITE, raw_memory_values=[100.0, 118.0, 110.0])
@@ -130,10 +130,8 @@ def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
     assert amd.mfu == pytest.approx(amd.tflops_per_gpu / 1307) and amd.flop_convention == "palm"
     rows = compare_records(records, NONE, None)
     assert sorted(r.group for r in rows) == ["llama T2048", "llama T2048", "qwen T2048"]
-    argv = [tmp_path, "--log", "benchmark_cuda_qwen:model=llama"]
-    assert "qwen T2048" not in output_of(compare.main, argv)
-    assert compare.main([str(tmp_path), "--one-model"]) == 0
-    assert "--one-model treats as one: llama, qwen" in capsys.readouterr().err
+    for fact in ("benchmark_cuda_qwen:model=llama", "model=llama"):
+        assert "qwen T2048" not in output_of(compare.main, [tmp_path, "--log", fact])
 
 
 def test_directories_are_searched_and_strangers_named(tmp_path, capsys, run_of):

@@ -20,7 +20,6 @@ from tests.processes import forked
 
 def test_collectives_run_and_estimates_take_their_rate(own_hardware):
     own, flags = own_hardware(), "--device cpu --mib 0.01 1 --rounds 1 --no-save --hardware h100"
-    known = find_hardware("h100")
     done = forked("benchmarks/collectives.py --nproc 2", flags)
     assert all(done.stdout.count(kind) == 2 for kind in COLLECTIVES)
     (entry,) = json.loads(own.read_text())["devices"]
@@ -28,7 +27,6 @@ def test_collectives_run_and_estimates_take_their_rate(own_hardware):
     found = find_hardware("h100")
     assert found.ring_gb_per_s == entry["ring_gb_per_s"] < 100
     assert found.bf16_tflops == 989.4 and found.fitted and found.fp8_tflops
-    assert found.peak_clock_mhz == known.peak_clock_mhz and found.peak_clock_mhz
 
 
 def test_one_rank_has_nothing_to_exchange(monkeypatch):

@@ -47,8 +47,6 @@ class Hardware:
     measured_fp8_tflops: float | None = None
     usd_per_hour: float | None = None
     fitted: dict[str, float] = dataclasses.field(default_factory=dict)
-    peak_clock_mhz: float | None = None
-    """Clock at which the listed peak holds: FLOPs a clock, by the vendor's documents, times this."""
     source: str
 
     @property
@@ -96,6 +94,7 @@ def devices() -> tuple[Hardware, ...]:
         for entry in _entries_of(path):
             name, rate = entry.get("name"), entry.get("bf16_tflops")
             filled = {"driver_names": [name], "source": str(path)} | entry
+            filled.pop("peak_clock_mhz", None)  # earlier versions wrote it
             if "bf16_tflops" in entry:  # without TF32: of CUDA cores
                 number = isinstance(rate, int | float)
                 filled.setdefault("fp32_tflops", rate / 16 if number else rate)
@@ -144,37 +143,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object")
     return content
-
-
-def limited(
-    gpu: Hardware, power_w: float | None, clock_mhz: float | None, nic_gb_per_s: float | None
-) -> Hardware:
-    """The same device under a power limit [W], with a locked clock, or with other network cards.
-
-    A processor's power is C V^2 f, and voltage follows frequency: under a limit its rate falls with the
-    cube root. A locked clock matters where it is below the clock that full load leaves, which is the
-    measured rate's part of the peak. UsageError where the file does not know what that needs.
-    """
-    for what, limit, basis in (
-        (f"power: the power limit of {gpu.name}", power_w, gpu.tdp_w),
-        (f"clock: the clock of {gpu.name}'s peak", clock_mhz, gpu.peak_clock_mhz),
-    ):
-        if limit is not None and not basis:
-            raise UsageError(f"--limit {what} is not known; leave it out")
-    factor = 1.0 if power_w is None else min(1.0, power_w / gpu.tdp_w) ** (1 / 3)
-    if clock_mhz is not None and gpu.peak_clock_mhz:
-        full_load = (gpu.measured_bf16_tflops or gpu.bf16_tflops) / gpu.bf16_tflops
-        factor = min(factor, clock_mhz / gpu.peak_clock_mhz / min(1.0, full_load))
-    nic = nic_gb_per_s or gpu.nic_gb_per_s
-    return scaled(dataclasses.replace(gpu, nic_gb_per_s=nic), compute=factor)
-
-
-def scaled(gpu: Hardware, compute: float, others: float = 1.0) -> Hardware:
-    """The same device, the rates of matmuls and attention, and of memory and launches, times factors."""
-    now = dataclasses.asdict(gpu.constants)
-    fitted = {"level": now["level"] * compute}
-    fitted |= {"bandwidth": now["bandwidth"] * others, "launch_s": now["launch_s"] / others}
-    return dataclasses.replace(gpu, fitted=gpu.fitted | fitted)
 
 
 def device_called(name: str | None) -> Hardware | None:

@@ -40,7 +40,7 @@ class LogFacts:
         value = facts.get(log or "")
         if value is None:
             return in_log
-        if in_log is not None:
+        if in_log is not None and name != "model":  # a model may have several names
             short = key == "hardware" and str(in_log).lower().startswith(value.lower())
             if not short and in_log != value:
                 raise UsageError(f"--log {key}={value}: {path} says {in_log}; use LOG:{key}=VALUE")

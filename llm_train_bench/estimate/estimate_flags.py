@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware, limited
+from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.settings.flags import Args, flag, key_values
 
@@ -20,7 +20,7 @@ class EstimateFlags:
         the device has: 72 for GB200 and GB300, 8 for most.
     parallel: Script for several GPUs: train_fsdp.py, train_ddp.py, or train_pp.py (also set by --pp).
     tokens: Tokens of the training run; also prints its days, energy and cost.
-    limit: Limits of one GPU: power=W, clock=MHZ, memory=GIB, or nic=GB/s of its network, one way.
+    limit: Limits of one GPU: memory=GIB, or nic=GB/s of its network, one way.
     trainer: Trainer that executes the step: ours, torchtitan, megatron, ... (configs/trainers.json).
         Other trainers may have FP8 and LoRA in layouts where our scripts refuse them.
     calibrate: Correct the estimate by the measurements in a run's result.json.
@@ -46,9 +46,6 @@ class EstimateArgs(EstimateFlags, Args):
     """Estimate memory, speed, energy and cost of a training run. Takes the training scripts' flags."""
 
 
-LIMITS = ("power", "clock", "memory", "nic")
-
-
 def device_of(name: str, wanted: EstimateFlags) -> Hardware:
     """The device of that name under the limits that the flags give; UsageError for an unknown one."""
     try:
@@ -56,10 +53,10 @@ def device_of(name: str, wanted: EstimateFlags) -> Hardware:
         gpu = find_cpu(cpu_name(), wanted.gpus) if cpu else find_hardware(name)
     except UsageError as error:
         raise UsageError(f"--gpu {error}") from None
-    limits = dict.fromkeys(LIMITS)
-    limits |= key_values("--limit", wanted.limit, dict.fromkeys(LIMITS, float))
-    gpu = limited(gpu, limits["power"], limits["clock"], limits["nic"])
-    per_node = wanted.per_node or gpu.per_node
+    limits = key_values("--limit", wanted.limit, {"memory": float, "nic": float})
     return dataclasses.replace(
-        gpu, memory_gib=limits["memory"] or gpu.memory_gib, per_node=per_node
+        gpu,
+        memory_gib=limits.get("memory", gpu.memory_gib),
+        nic_gb_per_s=limits.get("nic", gpu.nic_gb_per_s),
+        per_node=wanted.per_node or gpu.per_node,
     )

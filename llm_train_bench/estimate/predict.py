@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.hardware import Hardware, accuracy_of, scaled, threads_of
+from llm_train_bench.base.hardware import Hardware, accuracy_of, threads_of
 from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
 from llm_train_bench.estimate.trainers import plan_by
@@ -198,7 +198,15 @@ def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]
     )
     if other := [name for name, here, there in traits if here != there]:
         by += f"; that run had another {' and another '.join(other)}, which one factor cannot carry"
-    return scaled(gpu, factor, factor), by
+    return scaled(gpu, factor), by
+
+
+def scaled(gpu: Hardware, factor: float) -> Hardware:
+    """The same device with the rates of matmuls, attention, memory and launches times a factor."""
+    now = gpu.constants
+    rates = {"level": now.level * factor, "bandwidth": now.bandwidth * factor}
+    rates |= {"launch_s": now.launch_s / factor}
+    return dataclasses.replace(gpu, fitted=gpu.fitted | rates)
 
 
 def speed_factor(work: Work, gpu: Hardware, measured: float) -> float:
@@ -206,7 +214,7 @@ def speed_factor(work: Work, gpu: Hardware, measured: float) -> float:
     low, high = 1e-4, 1e4
     for _ in range(60):
         middle = math.sqrt(low * high)
-        slow = estimate_speed(work, scaled(gpu, middle, middle)).step_s > measured
+        slow = estimate_speed(work, scaled(gpu, middle)).step_s > measured
         low, high = (middle, high) if slow else (low, middle)
     return low
 
