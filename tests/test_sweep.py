@@ -37,9 +37,7 @@ from tests.processes import Started, wait_until
 
 MODEL = "configs/gpt2-tiny.json"
 RESULT = ROOT / "tests/sample/plain"
-LLAMA = "configs/llama-tiny.json"
 BASE = dict(experiment="x", models=[MODEL])
-BOUND = {"bsz": 2, "grad_acc_steps": 2, "global_bsz": 4}
 TWO_PLATFORMS = {"nvidia": {"gpus": 8}, "amd": {"gpus": 8}}
 
 
@@ -262,9 +260,6 @@ def test_identical_config_names_every_difference():
     machines = {"nvidia": {"gpus": 8}, "amd": {"gpus": 4}}
     other = experiment(script="train_fsdp.py", hardware=machines, training={"bsz": 2})
     assert differences(other, "x") == ["gpt2-tiny: global_batch: nvidia 16, amd 8"]
-    hybrid = on_gpus("fsdp", parallel={"dp_replicate": 2}, platforms={"cpu": {"bsz": 1}})
-    other = experiment(**hybrid)
-    assert differences(other, "x") == [] and len(make_cells(other, "nvidia")) == 1
 
 
 def test_a_restarted_run_counts(tmp_path):
@@ -293,20 +288,10 @@ def on_gpus(script, n=8, **keys):
     [
         # Quoted, as they come from ${VAR:-2}.
         (on_gpus("ddp", 4,
-                 training={"bsz": "2", "lr": "1e-3", "global_bsz": "16", "grad_acc_steps": "2"}),
+                 training={"bsz": "2", "lr": "1e-3", "grad_acc_steps": "2"}),
          {"bsz": 2, "lr": 1e-3, "grad_acc_steps": 2, "nproc": 4}),
-        (on_gpus("fsdp", parallel={"dp_replicate": 2},
-                 training={"bsz": 2, "grad_acc_steps": 4, "global_bsz": 64}),
-         {"bsz": 2, "grad_acc_steps": 4, "nproc": 8, "dp_replicate": 2}),
         # Another platform's hardware says nothing of this one's.
         ({"script": "train_ddp.py", "hardware": {"cpu": {"gpus": 1}}}, {}),
-        # Only ranks with data of their own count in a global batch, and in dp_shard.
-        (on_gpus("fsdp", 4, models=[LLAMA], training=BOUND | {"tp": 2, "global_bsz": 8}),
-         {"bsz": 2, "grad_acc_steps": 2, "nproc": 4, "tp": 2}),
-        (on_gpus("fsdp", 4, models=[LLAMA], training=BOUND | {"cp": 2, "global_bsz": 8}),
-         {"bsz": 2, "grad_acc_steps": 2, "nproc": 4, "cp": 2}),
-        (on_gpus("fsdp", 4, models=[LLAMA], training={"tp": 2}, parallel={"dp_shard": 2}),
-         {"nproc": 4, "tp": 2}),
     ],
 )  # fmt: skip
 def test_flags_of_a_cell(keys, flags):

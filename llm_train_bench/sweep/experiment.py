@@ -35,13 +35,6 @@ class Machine(BaseModel, extra="forbid"):
     tdp_w: float | None = Field(default=None, gt=0)
 
 
-class Parallel(BaseModel, extra="forbid"):
-    """How the GPUs are shared out: replicas x shards."""
-
-    dp_replicate: Annotated[int, Field(ge=1)] = 1
-    dp_shard: Annotated[int | None, Field(ge=1)] = None
-
-
 # More cells than anybody can run: at a minute each, a week.
 MOST_CELLS = 10_000
 
@@ -64,7 +57,6 @@ class Experiment(BaseModel, extra="forbid"):
     methodology: Literal["maximum_performance", "identical_config"] = "maximum_performance"
     script: Script = Script.ONE
     hardware: dict[Platform, Machine] = {}
-    parallel: Parallel = Parallel()
     models: list[Annotated[str, Field(pattern=r"^[^-]")]] = Field(min_length=1)
     training: Row = {}
     grid: Annotated[Axes, BeforeValidator(_underscored)] = {}
@@ -109,6 +101,8 @@ def read_experiment(path: str | Path) -> Experiment:
     if isinstance(content.get("experiment"), dict):
         why = "is a file of another suite; docs/MIGRATING.md names the file to use instead"
         raise UsageError(f"{path}: {why}")
+    if "parallel" in content:
+        raise UsageError(f"{path}: parallel: leave it out; dp_replicate is a flag of `training`")
     return _checked(content, str(path), f"{path}: ")
 
 
@@ -151,6 +145,7 @@ def swept(paths: Iterable[str]) -> dict[str, tuple[Experiment, list[str]]]:
         try:
             content = parse_json((Path(path) / "sweep.json").read_text(encoding="utf-8"))
             unlike = [str(line) for line in content["differences"]]
+            content["experiment"].pop("parallel", None)  # earlier versions wrote it
             found[path] = Experiment.model_validate(content["experiment"]), unlike
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -8,7 +8,6 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called, find_hardware
 from llm_train_bench.base.machine import detect_platform, gpu_name
 from llm_train_bench.compare.setting import setting_name
-from llm_train_bench.formulas.work import Batch
 from llm_train_bench.model.config import model_name
 from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.command_line import parse_args
@@ -78,21 +77,12 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             )
         flags = {name: meant_value(name, value, where) for name, value in flags.items()}
         flags = _with_machine(flags, e, platform, where)
-        size = flags.get("global_bsz") if flags.get("grad_acc_steps") is not None else None
-        if size is not None:
-            del flags["global_bsz"]
-            if flags.get("bsz") == "auto":
-                raise UsageError(
-                    f"{where}: bsz auto with both global_bsz and grad_acc_steps; leave one out"
-                )
         ordered = tuple(sorted(flags.items()))
         script = Script.PP if flags.get("pp") and e.script is Script.FSDP else e.script
         cell = Cell(script, shipped_config(model), ordered, names, tuple(e.environment.items()))
         try:
-            world = _world(cell)
             args = parse_args(cell.argv(), script)
-            plan = plan_of(args, script, world, platform, gpu)
-            _check_sizes(plan.work.batch, e, world, size)
+            plan = plan_of(args, script, _world(cell), platform, gpu)
         except UsageError as error:  # a ConfigError names its file itself
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
@@ -112,23 +102,13 @@ def sweep_gpu(e: Experiment, platform: Platform, where: str) -> Hardware | None:
 
 
 def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
-    """The flags with what the experiment's hardware and `parallel` say."""
+    """The flags with what the experiment's hardware says."""
     flags = dict(flags)
     machine = e.hardware.get(platform)
     if e.script is Script.ONE and machine and machine.gpus > 1:
         raise UsageError(
             f"{where}: hardware: {machine.gpus} GPUs, but train.py runs on one; use train_fsdp.py"
         )
-    p = e.parallel
-    if machine is None and "parallel" in e.model_fields_set:
-        raise UsageError(
-            f"{where}: hardware has no {platform}, so `parallel` has no number of GPUs to share "
-            "out; add it, or choose another --platform"
-        )
-    if "dp_replicate" in flags and "parallel" in e.model_fields_set:
-        raise UsageError(f"{where}: dp_replicate is in `parallel` already; leave out the flag")
-    if p.dp_replicate > 1:
-        flags["dp_replicate"] = p.dp_replicate
     if e.script is not Script.ONE and machine:
         if flags.get("nproc", machine.gpus) != machine.gpus:
             raise UsageError(
@@ -140,38 +120,15 @@ def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -
     return flags
 
 
-def _check_sizes(batch: Batch, e: Experiment, world: int | None, size: int | None) -> None:
-    """UsageError where `parallel`, or a global batch beside --grad-acc-steps, is not the plan's."""
-    p = e.parallel
-    ranks = f"{batch.data_parallel_size} ranks with data of their own"
-    if p.dp_shard is not None and world and p.dp_replicate * p.dp_shard != batch.data_parallel_size:
-        right = batch.data_parallel_size / p.dp_replicate
-        advice = f"dp_shard must be {right:g}" if right.is_integer() else "choose divisors"
-        raise UsageError(
-            f"parallel: {p.dp_replicate} x {p.dp_shard} = {p.dp_replicate * p.dp_shard}, but of {world} "
-            f"GPUs there are {ranks}; {advice}"
-        )
-    if size is None:
-        return
-    if world is None:
-        raise UsageError("global_bsz and grad_acc_steps: hardware must say how many GPUs")
-    if size != batch.global_batch:
-        raise UsageError(
-            f"global_bsz {size}, but {batch.micro_batch} (bsz) x {ranks} x {batch.grad_acc_steps} "
-            f"(grad_acc_steps) = {batch.global_batch}; make it {batch.global_batch}"
-        )
-
-
 def differences(e: Experiment, where: str) -> list[str]:
     """Hyperparameters in which platforms differ, a line each; `identical_config` allows none."""
-    named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
     resolved = {
         platform: [
             _resolved(cell, platform, sweep_gpu(e, platform, where))
             for cell in make_cells(e, platform, where)
         ]
         for platform in get_args(Platform)
-        if platform in named
+        if platform in {*e.hardware, *e.platforms}
     }
     lines = []
     for (a, ours), (b, theirs) in itertools.pairwise(resolved.items()):
