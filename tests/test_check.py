@@ -383,7 +383,7 @@ def test_the_slow_node_or_link_is_named(n, fault, victims, per_node, failed, tmp
     assert len(lines) == len(failed) and told["passed"] is (not failed), lines
     assert all(map(str.startswith, lines, failed)), lines
     units = n // per_node if per_node else n
-    assert len(told["units"]) == units and len(told["pairs"]) == units * (units - 1) // 2
+    assert len(told["units"]) == units and len(told["links"]) == units * (units - 1) // 2
 
 
 def test_a_survey_is_judged_by_the_others():
@@ -391,7 +391,8 @@ def test_a_survey_is_judged_by_the_others():
 
     def judged(rates, pairs):
         units = [node_survey.Unit(f"n{i}", [i], rate) for i, rate in enumerate(rates)]
-        s = node_survey.Survey("x", units, pairs, [], [])
+        links = [node_survey.Link(pair, rate) for pair, rate in pairs.items()]
+        s = node_survey.Survey("x", units, links, [])
         node_survey.judge_survey(s)
         return machine_check.failures_of(s.as_json())
 
@@ -416,7 +417,7 @@ def test_a_survey_prints_a_verdict_for_each_node(capsys):
     rates = {"node 0 (a)": ([0, 1], 5.0), "node 1 (b)": ([2, 3], 2.0)}
     units = [node_survey.Unit(name, *rate) for name, rate in rates.items()]
     rows = [{"kind": "all_reduce", "mib": 1, "seconds": [0.1, 0.1], "bus_gb_per_s": 2.0}]
-    s = node_survey.Survey("x", units, {(0, 1): 1.0}, [], rows)
+    s = node_survey.Survey("x", units, [node_survey.Link((0, 1), 1.0)], rows)
     node_survey.judge_survey(s)
     node_survey.show_survey(s.as_json())
     out = capsys.readouterr().out

@@ -99,8 +99,9 @@ def failures_of(told: dict[str, Any]) -> Sequence[str]:
     """The lines of a survey's JSON that say what is slow."""
     units = told["units"]
     lines = [f"{unit['name']}: {text}" for unit in units for text in unit["failed"]]
-    links = [f"{units[a]['name']} and {units[b]['name']}" for a, b in told["slow_links"]]
-    return [*lines, *(f"the link between {link} is slow" for link in links)]
+    pairs = [link["units"] for link in told["links"] if link["slow"]]
+    names = [f"{units[a]['name']} and {units[b]['name']}" for a, b in pairs]
+    return [*lines, *(f"the link between {pair} is slow" for pair in names)]
 
 
 def run_workload(w: Workload, ranks: int, directory: Path) -> tuple[Result | None, str]:

@@ -50,26 +50,27 @@ class Unit:
 
 
 @dataclasses.dataclass
+class Link:
+    """A pair of units, by their places in the survey, and its rate."""
+
+    units: tuple[int, int]
+    gb_per_s: float
+    slow: bool = False
+
+
+@dataclasses.dataclass
 class Survey:
-    """The units, the rates of pairs [GB/s], the slow links, and all ranks' collectives."""
+    """The units, the links of all pairs, and all ranks' collectives."""
 
     device: str
     units: list[Unit]
-    pairs: dict[tuple[int, int], float]
-    slow_links: list[tuple[int, int]]
+    links: list[Link]
     collectives: list[dict[str, Any]]
 
-    @property
-    def passed(self) -> bool:
-        """Whether no node and no link is slow."""
-        return not self.slow_links and not any(unit.failed for unit in self.units)
-
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        pairs = [{"units": [*pair], "gb_per_s": rate} for pair, rate in self.pairs.items()]
-        told = {"device": self.device, "passed": self.passed, "pairs": pairs}
-        told |= {"units": [dataclasses.asdict(unit) for unit in self.units]}
-        return told | {"slow_links": self.slow_links, "collectives": self.collectives}
+        """Plain JSON data; `passed`: no node and no link is slow."""
+        slow = any(link.slow for link in self.links) or any(unit.failed for unit in self.units)
+        return dataclasses.asdict(self) | {"passed": not slow}
 
 
 def find_units(ranks: Ranks) -> list[Unit]:
@@ -124,7 +125,7 @@ def survey(device: torch.device, ranks: Ranks) -> Survey:
     rates = gather(ranks, rate)
     for unit in units:
         unit.tflops = min(rates[rank] for rank in unit.ranks)
-    links: dict[tuple[int, int], float] = {}
+    links = []
     for pairs in rounds_of(len(units)):
         meet(ranks)
         pair = next((pair for pair in pairs if mine in pair), None)
@@ -136,9 +137,9 @@ def survey(device: torch.device, ranks: Ranks) -> Survey:
                 found = exchange_rate(other[place], device)
         told = [each for each in gather(ranks, (pair, found)) if each[1] is not None]
         for one in pairs:  # its ranks share the node's cards
-            links[one] = sum(rate for which, rate in told if which == one) / 2
+            links.append(Link(one, sum(rate for which, rate in told if which == one) / 2))
     together = collective_rates(device, SIZES_MIB, 3)
-    result = Survey(device_name(device), units, links, [], together)
+    result = Survey(device_name(device), units, links, together)
     judge_survey(result)
     return result
 
@@ -153,20 +154,18 @@ def judge_survey(s: Survey) -> None:
     for unit in s.units:
         if unit.tflops < SLOW * usual:
             unit.failed.append(f"computes at {unit.tflops / usual:.0%} of the median")
-    if not s.pairs:
+    if not s.links:
         return
     # Of n nodes one slow one is in 2 / n of all pairs: the upper quartile is a whole one's.
-    fine = sorted(s.pairs.values())[(3 * len(s.pairs)) // 4]
+    fine = sorted(link.gb_per_s for link in s.links)[(3 * len(s.links)) // 4]
     for i, unit in enumerate(s.units):
-        own = [rate for pair, rate in s.pairs.items() if i in pair]
+        own = [link.gb_per_s for link in s.links if i in link.units]
         unit.gb_per_s = max(own, default=None)
         if len(s.units) > 2 and unit.gb_per_s is not None and unit.gb_per_s < SLOW_LINK * fine:
             unit.failed.append(f"sends at {unit.gb_per_s / fine:.0%} of the others' rate")
-    for pair, rate in s.pairs.items():
-        if rate < SLOW_LINK * fine and not any(
-            "sends" in text for i in pair for text in s.units[i].failed
-        ):
-            s.slow_links.append(pair)
+    for link in s.links:
+        of_node = any("sends" in text for i in link.units for text in s.units[i].failed)
+        link.slow = link.gb_per_s < SLOW_LINK * fine and not of_node
 
 
 def survey_job(nproc: int | None, as_json: bool) -> int:

@@ -1,9 +1,7 @@
 """Finding the files of runs, and reading each by its kind. Needs no torch."""
 
 import collections
-import contextlib
 import csv
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +28,7 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     if it could have been one (a log, a JSON with figures), and is otherwise skipped.
     """
     records: list[Record] = []
-    taken: set[Path | bytes] = set()
+    taken: set[Path] = set()
     for name in paths:
         path = Path(name)
         if path.is_dir():
@@ -51,33 +49,25 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     return join_attempts(records)
 
 
-def not_taken(files: Iterable[Path], taken: set[Path | bytes]) -> Iterator[Path]:
-    """Those that were not taken before: a file that is named twice, or a copy of a result, is one run."""
+def not_taken(files: Iterable[Path], taken: set[Path]) -> Iterator[Path]:
+    """Those that were not taken before; they are now."""
     for file in files:
-        marks: set[Path | bytes] = {file.resolve()}
-        if file.name == "result.json" and file.is_file():  # no pipe, which would wait
-            with contextlib.suppress(OSError):  # said when it is read
-                marks.add(hashlib.sha256(file.read_bytes()).digest())
-        if not marks & taken:
+        if file.resolve() not in taken:
+            taken.add(file.resolve())
             yield file
-        taken |= marks
 
 
 def without_copies(records: Iterable[Record], besides: Iterable[Record] = ()) -> list[Record]:
-    """Each run once: without copies in files of runs of what is there, or is among `besides`."""
+    """Each run once, also of those `besides`; a result.json goes before its copy in a file of runs."""
 
     def mark(r: Record) -> tuple | None:
         return r.result and (run_id(r.result), r.result.lineage.attempt, tuple(r.step_times_s))
 
     records = list(records)
-    originals = [r for r in records if Path(r.path).name == "result.json"]
-    seen = {mark(r) for r in (*originals, *besides)}
-    kept = []
-    for r in records:
-        if Path(r.path).name == "result.json" or r.result is None or mark(r) not in seen:
-            kept.append(r)
-        seen.add(mark(r))
-    return kept
+    first: dict[tuple | None, Record] = {}
+    for r in sorted([*besides, *records], key=lambda r: Path(r.path).name != "result.json"):
+        first.setdefault(mark(r), r)
+    return [r for r in records if r.result is None or first[mark(r)] is r]
 
 
 def join_attempts(records: list[Record]) -> list[Record]:
