@@ -135,9 +135,8 @@ def main(argv: Sequence[str]) -> int:
             remarks += [f"{Path(path).name} is not identical: {line}" for line in unlike]
     written = ""
     if directory:  # before anything is printed: nobody may read that to its end
-        priced = bool(args.usd_per_hour or args.experiment)
-        written = report.write(rows, directory, args.tokens, remarks, priced)
-    report.show_comparison(rows, args.tokens)
+        written = report.write(rows, directory, remarks)
+    report.show_comparison(rows)
     for line in remarks:
         say(line)
     print(written, end="")

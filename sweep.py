@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         prices = prices_of(machines_of([experiment]), [], records)
         rows_of_table = sorted(compare(records, prices, None), key=by_speed)
         write_rows(directory / "runs.csv", runs_table(rows_of_table))
-        show_comparison(rows_of_table, None)
+        show_comparison(rows_of_table)
         written = f"wrote rows.jsonl, runs.csv and runs/ in {directory}"
         print(f"{written}; compare.py {directory} makes a report")
     except (KeyboardInterrupt, OSError) as error:

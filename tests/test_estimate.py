@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import re
 import statistics
@@ -25,7 +26,7 @@ from llm_train_bench.base.hardware import accuracy_of, constants, family_of, fin
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.predict import make_estimate
 from llm_train_bench.estimate.trainers import executed_by, find_trainer
-from llm_train_bench.formulas import memory_model, speed_model
+from llm_train_bench.formulas import memory_model, speed_model, step_events
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_parameters
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import block_activations, estimate_memory
@@ -774,7 +775,6 @@ class Event(NamedTuple):
 
     group: int
     stream: str
-    name: str
     start_s: float
     end_s: float
 
@@ -786,12 +786,12 @@ class Recorder(Clock):
         super().__init__(one_stream)
         self.slowest, self.events = slowest, []
 
-    def run(self, group, stream, name, seconds, after=0.0):
-        end = super().run(group, stream, name, seconds, after)
+    def run(self, group, stream, seconds, after=0.0):
+        end = super().run(group, stream, seconds, after)
         if seconds:
             used = "compute" if self.one_stream else stream
             times = self.slowest * (end - seconds), self.slowest * end
-            self.events.append(Event(group, used, name, *times))
+            self.events.append(Event(group, used, *times))
         return end
 
 
@@ -822,10 +822,11 @@ def test_a_step_of_many_micro_batches_is_as_its_events(script, gpus, model, flag
     for e in events:
         assert e.start_s >= free[e.group, e.stream] - 1e-9 and e.end_s > e.start_s
         free[e.group, e.stream] = e.end_s
-    computed = [e.name for e in events if e.stream == "compute"]
-    passes = [name for name in computed if name.startswith(("forward", "backward"))]
-    stages = work.fsdp.stages if script == "train_pp.py" else work.config.num_hidden_layers
-    assert len(passes) == 2 * stages * work.batch.grad_acc_steps
+    # Forward and backward of each stage, or of each block and the head; and the optimizer.
+    pipeline, groups = script == "train_pp.py", work.fsdp.pp
+    passes = 2 * work.fsdp.stages if pipeline else 2 * work.config.num_hidden_layers + 1
+    computed = sum(e.stream == "compute" for e in events)
+    assert computed == passes * work.batch.grad_acc_steps + groups
 
 
 def test_a_pipelines_events_wait_for_each_other():
@@ -833,14 +834,18 @@ def test_a_pipelines_events_wait_for_each_other():
     text = "llama-3.1-8b.json --seq-len 4096 --bsz 1 --pp 4 --pp-virtual 2 --grad-acc-steps 8"
     work = work_of(text, "train_pp.py", 16)
     events, _ = timeline(work, H100)
-    at = {e.name: e for e in events if e.stream == "compute"}
-    sent = {e.name: e for e in events if e.stream == "send"}
-    for micro in range(8):
-        for stage in range(1, 8):
-            before = sent[f"forward stage {stage - 1} #{micro}"]
-            assert at[f"forward stage {stage} #{micro}"].start_s >= before.end_s - 1e-9
-            after = sent[f"backward stage {stage} #{micro}"]
-            assert at[f"backward stage {stage - 1} #{micro}"].start_s >= after.end_s - 1e-9
+    at, sent = {}, {}  # by backward or not, stage and micro batch
+    for group in range(4):
+        passes = list(step_events._order(work, group))
+        passing = [(back, stage, n) for back, stage, n in passes if stage != (0 if back else 7)]
+        for place, stream, names in ((at, "compute", passes), (sent, "send", passing)):
+            of_group = (e for e in events if (e.group, e.stream) == (group, stream))
+            place.update(zip(names, of_group, strict=False))  # the last is the optimizer
+    assert len(at) == 2 * 8 * 8 and len(sent) == 2 * 7 * 8
+    for micro, stage in itertools.product(range(8), range(1, 8)):
+        before, after = sent[False, stage - 1, micro], sent[True, stage, micro]
+        assert at[False, stage, micro].start_s >= before.end_s - 1e-9
+        assert at[True, stage - 1, micro].start_s >= after.end_s - 1e-9
 
 
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])

@@ -4,7 +4,7 @@ import csv
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -44,13 +44,11 @@ def markdown_text(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def write_rows(
-    path: Path, rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None
-) -> None:
-    """Rows as a CSV, by default with all of their columns."""
-    columns = dict.fromkeys(name for row in rows for name in row) if columns is None else columns
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows as a CSV with all of their columns."""
+    columns = dict.fromkeys(name for row in rows for name in row)
     with path.open("w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, list(columns), extrasaction="ignore")
+        writer = csv.DictWriter(f, list(columns))
         writer.writeheader()
         writer.writerows({name: csv_cell(x) for name, x in row.items()} for row in rows)
 
@@ -67,11 +65,6 @@ def number(value: float | None, form: str) -> str:
     return "unknown" if value is None else format(value, form)
 
 
-def memory_text(gib: float | None, kind: str | None, form: str) -> str:
-    """Peak memory [GiB], and its kind if that is not `allocated` (by tensors)."""
-    return number(gib, form) + (f" {kind}" if gib and kind not in (None, "allocated") else "")
-
-
 def short(name: str) -> str:
     """A name of at most 80 characters: kernels often differ in their last ones."""
     return name if len(name) <= 80 else f"{name[:47]}...{name[-30:]}"
@@ -82,7 +75,7 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.3f}"
 
 
-def show_whole(table: Table, file: IO[str] | None = None) -> None:
-    """A table on the screen or in a file, as wide as it must be: no number is cut."""
+def show_whole(table: Table) -> None:
+    """A table on the screen, as wide as it must be: no number is cut."""
     needed = plain_console(width=1000).measure(table).maximum
-    plain_console(width=max(needed, 40), file=file).print(table)
+    plain_console(width=max(needed, 40)).print(table)

@@ -39,7 +39,6 @@ class Compared:
     is_reference: bool = False
     not_compared: list[str] = dataclasses.field(default_factory=list)
     """Why not: its own invalid remarks, or how it is unlike the reference."""
-    about_ratio: list[str] = dataclasses.field(default_factory=list)
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
@@ -74,7 +73,11 @@ class Compared:
     @property
     def remarks(self) -> list[str]:
         """What may have changed its figures, and what else its ratio contains."""
-        return [*self.record.texts("disturbed"), *self.about_ratio]
+        settings, texts = self.record.arguments or {}, self.record.texts("disturbed")
+        if self.ratio and settings.get("use_fp8") and settings.get("fp8_backend") == "te":
+            without = "--reference a run with --linear te"
+            texts.append(f"the ratio has Transformer Engine's fused norms too; {without}")
+        return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,6 @@ def compare(
                 rates, base = row.record.rates, first.record.rates
                 if not row.not_compared and rates and base:
                     row.ratio = statistics.fmean(rates) / statistics.fmean(base)
-                    row.about_ratio = about_te(row.record)
                     row.ratio_low, row.ratio_high = ratio_interval(rates, base) or (None, None)
     references = {row.group: row.record for row in rows if row.is_reference}
     tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
@@ -138,16 +140,6 @@ def compare(
     for row in rows:
         _fill_cost(row, prices, tokens)
     return rows
-
-
-def about_te(record: Record) -> list[str]:
-    """What a ratio contains besides FP8, where Transformer Engine computes it."""
-    settings = record.arguments or {}
-    if not (settings.get("use_fp8") and settings.get("fp8_backend") == "te"):
-        return []
-    return [
-        "the ratio has Transformer Engine's fused norms too; --reference a run with --linear te"
-    ]
 
 
 def group_of(r: Record) -> str:

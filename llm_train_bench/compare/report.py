@@ -13,7 +13,6 @@ from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tables import (
     grouped,
     markdown_table,
-    memory_text,
     number,
     show_whole,
     write_rows,
@@ -24,22 +23,22 @@ from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR
 from llm_train_bench.results.metrics import COMPARED
 
 Item = TypeVar("Item")
-DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
 # Grams of CO2 per kWh: the world's mean of 2024 (IEA, Electricity 2025).
 GCO2_PER_KWH = 445.0
 # Rows on the screen, sentences on a group, settings with curves and runs with paths in a report.
 MOST_SHOWN, MOST_VERDICTS, MOST_DRAWN, MOST_RUNS = 40, 6, 8, 4000
 
 
-def cells(row: Compared, tokens: float | None) -> dict[str, str]:
+def cells(row: Compared) -> dict[str, str]:
     """A row of the table as text, by the names of the columns."""
     r = row.record
     ratio = "1" if row.is_reference else number(row.ratio, ".3f")
     if row.ratio_low is not None:
         ratio += f" [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
     star = "*" if counted_otherwise(r) else ""
+    kind = f" {r.memory_kind}" if r.memory_gib and r.memory_kind not in (None, "allocated") else ""
     estimated = "" if row.energy_measured or row.tokens_per_joule is None else " (TDP)"
-    texts = {
+    return {
         "setting": r.setting,
         "runs": str(len(r.rates) or len(r.runs)),
         "hardware": r.hardware or "unknown",
@@ -49,13 +48,13 @@ def cells(row: Compared, tokens: float | None) -> dict[str, str]:
         "verdict": row.verdict + (f": {'; '.join(row.not_compared)}" if row.not_compared else ""),
         "TFLOP/s": number(r.tflops_per_gpu, ",.4g") + (star if r.tflops_per_gpu else ""),
         "MFU": number(r.mfu, ".1%") + (star if r.mfu else ""),
-        "memory GiB": memory_text(r.memory_gib, r.memory_kind, ".1f"),
+        "memory GiB": number(r.memory_gib, ".1f") + kind,
         "US$/T tokens": number(row.usd_per_trillion, ",.0f"),
         "tokens/J": number(row.tokens_per_joule, ".2f") + estimated,
         "goodput": number(r.goodput, ".1%"),
         "remarks": "; ".join(row.remarks),
+        "days": number(row.days, ",.1f"),
     }
-    return texts | {"days": number(row.days, ",.1f")} if tokens else texts
 
 
 def counted_otherwise(r: Record) -> bool:
@@ -63,12 +62,10 @@ def counted_otherwise(r: Record) -> bool:
     return bool((r.mfu or r.tflops_per_gpu) and r.flop_convention != "palm")
 
 
-def tables(
-    rows: list[Compared], tokens: float | None
-) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def tables(rows: list[Compared]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Name, columns and lines of each group, without the columns that nobody knows."""
     for group, members in grouped(rows, lambda row: row.group).items():
-        texts = [cells(row, tokens) for row in members]
+        texts = [cells(row) for row in members]
         columns = [
             name
             for name in texts[0]
@@ -82,10 +79,10 @@ def by_speed(row: Compared) -> tuple[bool, float]:
     return not row.is_reference, -(row.record.tokens_per_sec_per_gpu or 0.0)
 
 
-def show_comparison(rows: list[Compared], tokens: float | None) -> None:
+def show_comparison(rows: list[Compared]) -> None:
     """The tables on the screen, and below each what it shows."""
     groups = grouped(rows, lambda row: row.group)
-    for group, columns, lines in tables(rows, tokens):
+    for group, columns, lines in tables(rows):
         table = markdown_table(*columns, left=("hardware", "verdict"), title=group)
         pairs = list(zip(groups[group], lines, strict=True))
         if (more := len(pairs) - MOST_SHOWN) > 0:
@@ -111,7 +108,7 @@ def _fields(source: Record | Compared, names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names.split()}
 
 
-def row_facts(row: Compared, tokens: float | None) -> dict[str, Any]:
+def row_facts(row: Compared) -> dict[str, Any]:
     """A setting's figures, as all files have them; None for what is unknown."""
     r = row.record
     energy = None if row.tokens_per_joule is None else "measured" if row.energy_measured else "TDP"
@@ -123,7 +120,7 @@ def row_facts(row: Compared, tokens: float | None) -> dict[str, Any]:
     facts |= _fields(r, "tflops_per_gpu mfu flop_convention memory_gib memory_kind")
     facts |= {"usd_per_trillion_tokens": row.usd_per_trillion}
     facts |= {"tokens_per_joule": row.tokens_per_joule, "energy": energy, "goodput": r.goodput}
-    return facts | {"days": row.days if tokens else None}
+    return facts | {"days": row.days}
 
 
 def runs_table(rows: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -167,12 +164,10 @@ def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
     return lines, [[name, values[name][0]] for name in names if name not in differ]
 
 
-def write(
-    rows: list[Compared], directory: Path, tokens: float | None, remarks: list[str], priced: bool
-) -> str:
-    """Write all files, and name them; `remarks` open the report, `priced`: prices were given."""
+def write(rows: list[Compared], directory: Path, remarks: list[str]) -> str:
+    """Write all files, and name them; `remarks` open the report."""
     directory.mkdir(parents=True, exist_ok=True)
-    settings = [row_facts(row, tokens) for row in rows]
+    settings = [row_facts(row) for row in rows]
     runs = runs_table(rows)
     write_rows(directory / "compare.csv", settings)
     write_rows(directory / "runs.csv", runs)
@@ -186,7 +181,7 @@ def write(
         "runs": runs,
     }
     write_whole(directory / "compare.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-    (directory / "report.html").write_text(html(rows, tokens, remarks, priced), encoding="utf-8")
+    (directory / "report.html").write_text(html(rows, remarks), encoding="utf-8")
     return f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}\n"
 
 
@@ -194,7 +189,7 @@ def _today() -> str:
     return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
 
 
-def html(rows: list[Compared], tokens: float | None, remarks: list[str], priced: bool) -> str:
+def html(rows: list[Compared], remarks: list[str]) -> str:
     """The report: one file that needs no other."""
     groups = grouped(rows, lambda row: row.group)
     runs = sum(len(row.record.runs) for row in rows)
@@ -204,9 +199,8 @@ def html(rows: list[Compared], tokens: float | None, remarks: list[str], priced:
     content = {
         "title": f"Training speed: {', '.join(list(groups)[:3])}",
         "about": about,
-        "prices": f"Prices are rental prices per GPU-hour{' as given' if priced else DEFAULT_PRICES}.",
         "remarks": remarks,
-        "groups": [_group(name, members, tokens, whole) for name, members in groups.items()],
+        "groups": [_group(name, members, whole) for name, members in groups.items()],
         "provenance": {"differ": differ, "shared": shared},
     }
     folder = Path(__file__).parent
@@ -220,7 +214,7 @@ def html(rows: list[Compared], tokens: float | None, remarks: list[str], priced:
     return page.replace('{"groups": []}', text)
 
 
-def _group(name: str, members: list[Compared], tokens: float | None, whole: bool) -> dict[str, Any]:
+def _group(name: str, members: list[Compared], whole: bool) -> dict[str, Any]:
     """A group as the report's script takes it; curves of those that it draws."""
     fast = sorted(members, key=by_speed)[:MOST_DRAWN]
     drawn, rows = {id(m) for m in fast if m.is_reference or not m.not_compared}, []
@@ -236,7 +230,7 @@ def _group(name: str, members: list[Compared], tokens: float | None, whole: bool
         facts: dict[str, Any] = {"n": len(r.rates) or len(r.runs), "runs": runs}
         facts |= {"marks": m.not_compared, "card_gib": card and card.memory_gib}
         facts |= {"losses": [[i, _figures(x)] for i, x in losses]}
-        rows.append(row_facts(m, tokens) | facts)
+        rows.append(row_facts(m) | facts)
     return {"name": name, "verdicts": verdicts(members), "rows": rows}
 
 

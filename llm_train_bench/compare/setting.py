@@ -72,14 +72,11 @@ def identity(r: Record) -> str:
         return f"{r.path} {r.label}"
     settings = {public_name(k): public_value(k, v) for k, v in changed_settings(r).items()}
     settings["seq_len"] = r.seq_len  # whether it was given, or is the model's
-    settings = {k: float(v) if is_count(v) else v for k, v in settings.items()}
+    # 2 and 2.0 are one setting; a float holds whole numbers up to 2**53.
+    whole = {k: float(v) for k, v in settings.items() if type(v) is int and abs(v) < 2**53}
+    settings |= whole
     model, hardware = r.result.model.hash if r.result else r.model, public_device(r.hardware or "")
     return json.dumps([r.suite, model, hardware, r.n_gpus, settings], sort_keys=True)
-
-
-def is_count(value: Any) -> bool:
-    """Whether a value is a whole number that a float holds: 2 and 2.0 are one setting."""
-    return type(value) is int and abs(value) < 2**53
 
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:

@@ -13,9 +13,6 @@ from collections.abc import Iterator
 
 from llm_train_bench.formulas.work import Work
 
-# The passes of a pipeline; ZBV's `backward` is to the input of a stage alone.
-PASSES = ("forward", "backward", "weights of")
-
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
@@ -64,7 +61,7 @@ class Clock:
         self.free: dict[tuple[int, str], float] = defaultdict(float)
         self.busy: dict[tuple[int, str], float] = defaultdict(float)
 
-    def run(self, group: int, stream: str, name: str, seconds: float, after: float = 0.0) -> float:
+    def run(self, group: int, stream: str, seconds: float, after: float = 0.0) -> float:
         """Put an event on a stream, no earlier than `after`; returns its end."""
         key = group, ("compute" if self.one_stream else stream)
         self.free[key] = max(after, self.free[key]) + seconds
@@ -123,27 +120,25 @@ def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
     for micro in range(n_micro):
         reduces = micro + 1 == n_micro or not (work.fsdp.reduce_last or trainer.zero < 2)
         fetches = micro == 0 or not whole
-        ready = clock.run(0, "network", "gather the rest", fetches * units[-1][0], end)
+        ready = clock.run(0, "network", fetches * units[-1][0], end)  # all but blocks
         for name, order, seconds, again in passes:
             gathers = again and fetches
-            ready = clock.run(
-                0, "network", f"gather {order[0]}", gathers * units[order[0]][0], ready
-            )
+            ready = clock.run(0, "network", gathers * units[order[0]][0], ready)
             for layer, coming in zip(order, [*order[1:], None], strict=True):
                 start = max(ready, clock.free[0, "compute"])
                 ahead = trainer.prefetch or name == "forward"
                 if gathers and coming is not None and ahead:
-                    ready = clock.run(0, "network", f"gather {coming}", units[coming][0], start)
-                end = clock.run(0, "compute", f"{name} {layer} #{micro}", seconds[layer], start)
+                    ready = clock.run(0, "network", units[coming][0], start)
+                end = clock.run(0, "compute", seconds[layer], start)
                 if gathers and coming is not None and not ahead:
-                    ready = clock.run(0, "network", f"gather {coming}", units[coming][0], end)
+                    ready = clock.run(0, "network", units[coming][0], end)
                 if name == "backward" and reduces:
-                    clock.run(0, "network", f"reduce {layer}", units[layer][1], end)
+                    clock.run(0, "network", units[layer][1], end)  # reduce its gradients
             if name == "forward":
-                end = ready = clock.run(0, "compute", f"head and loss #{micro}", pieces.head)
+                end = ready = clock.run(0, "compute", pieces.head)  # and the loss
             elif reduces:
-                end = clock.run(0, "network", "reduce the rest", units[-1][1], end)
-    return clock.run(0, "compute", "optimizer", pieces.optimizer, end)
+                end = clock.run(0, "network", units[-1][1], end)  # reduce the rest
+    return clock.run(0, "compute", pieces.optimizer, end)
 
 
 def _replicated(work: Work, pieces: Pieces, clock: Clock, around: Around) -> float:
@@ -152,19 +147,18 @@ def _replicated(work: Work, pieces: Pieces, clock: Clock, around: Around) -> flo
     filled = sent = done = end = 0.0
     for micro in range(micro_steps):
         for layer in layers:
-            clock.run(0, "compute", f"forward {layer} #{micro}", pieces.forward[layer])
-        done = clock.run(0, "compute", f"head and loss #{micro}", pieces.head)
+            clock.run(0, "compute", pieces.forward[layer])
+        done = clock.run(0, "compute", pieces.head)
         for layer in reversed(layers) if work.trains else ():
-            done = clock.run(0, "compute", f"backward {layer} #{micro}", pieces.backward[layer])
+            done = clock.run(0, "compute", pieces.backward[layer])
             filled += around.filled.get(layer, 0.0) if micro + 1 == micro_steps else 0.0
             if work.ddp.overlap and (full := int(filled - sent)):
-                name = f"reduce {full} buckets"
-                end = clock.run(0, "network", name, full * around.bucket_s, done)
+                end = clock.run(0, "network", full * around.bucket_s, done)
                 sent += full
     left = (around.buckets - sent) * around.bucket_s
-    end = clock.run(0, "network", "reduce the last buckets", left, done)
-    end = clock.run(0, "compute", "optimizer", pieces.optimizer, max(end, done))
-    return clock.run(0, "network", "gather parameters", pieces.after, end)
+    end = clock.run(0, "network", left, done)  # reduce the last buckets
+    end = clock.run(0, "compute", pieces.optimizer, max(end, done))
+    return clock.run(0, "network", pieces.after, end)  # gather parameters
 
 
 def _round_of(work: Work) -> int:
@@ -226,10 +220,9 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
         group, layers = fsdp.group_of(stage), work.stage_layers(stage)
         piece = pieces[group]
         if stage < pp:
-            clock.run(group, "network", "gather the rest", piece.units[-1][0])
+            clock.run(group, "network", piece.units[-1][0])  # gather all but blocks
         for layer in layers:
-            name = f"gather {layer}"
-            gathered[stage] = clock.run(group, "network", name, piece.units[layer][0])
+            gathered[stage] = clock.run(group, "network", piece.units[layer][0])
         head = piece.head if stage == stages - 1 else 0.0
         forward = sum(piece.forward[layer] for layer in layers) + head
         backward = sum(piece.backward[layer] for layer in layers)
@@ -246,13 +239,12 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
                 back, stage, micro = order[at[group]]
                 at[group] += 1
                 moved, step = True, -1 if back else 1
-                name = f"{PASSES[back]} stage {stage} #{micro}"
                 start = max(start, gathered[stage])
-                end = clock.run(group, "compute", name, seconds[stage][back], start)
+                end = clock.run(group, "compute", seconds[stage][back], start)
                 if back < 2 and 0 <= stage + step < stages:
                     away = fsdp.group_of(stage + step) != group
                     if away:
-                        clock.run(group, "send", name, send_s, end)
+                        clock.run(group, "send", send_s, end)
                     arrived[back, stage + step, micro] = end + send_s * away
                 elif not back:
                     arrived[1, stage, micro] = end
@@ -264,10 +256,8 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
         done = clock.free[group, "compute"]
         for stage in reversed(fsdp.stages_of(group)) if work.trains else ():
             for layer in reversed(work.stage_layers(stage)):
-                reduced = clock.run(
-                    group, "network", f"reduce {layer}", piece.units[layer][1], reducible[stage]
-                )
+                reduced = clock.run(group, "network", piece.units[layer][1], reducible[stage])
                 done = max(done, reduced)
-        done = clock.run(group, "network", "reduce the rest", piece.units[-1][1], done)
-        end = max(end, clock.run(group, "compute", "optimizer", piece.optimizer, done))
+        done = clock.run(group, "network", piece.units[-1][1], done)  # reduce the rest
+        end = max(end, clock.run(group, "compute", piece.optimizer, done))
     return end, gathered[0] + max(0.0, end - last - pieces[-1].optimizer)
