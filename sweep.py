@@ -10,12 +10,14 @@ same --output-dir, it goes on where it was. docs/SWEEPS.md explains the experime
 torch itself.
 """
 
+import dataclasses
 import json
 import shlex
 import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from llm_train_bench.base.start import INTERRUPTED, ROOT
 
@@ -26,14 +28,61 @@ from llm_train_bench.base.tables import write_rows
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.report import by_speed, runs_table, show_comparison
+from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.sweep.all_runs import run_all
+from llm_train_bench.settings.flags import changed, flag, flag_of
+from llm_train_bench.sweep.all_runs import duration_text, estimated_seconds, run_all
 from llm_train_bench.sweep.cell_runs import Rows
-from llm_train_bench.sweep.duration import duration_text, estimated_seconds
-from llm_train_bench.sweep.experiment import Experiment, machines_of
+from llm_train_bench.sweep.experiment import (
+    Experiment,
+    from_command_line,
+    machines_of,
+    read_experiment,
+)
 from llm_train_bench.sweep.grid import Cell, differences, make_cells
 from llm_train_bench.sweep.rows_as_records import records_of_rows
-from llm_train_bench.sweep.sweep_flags import SweepArgs, experiment_of
+
+
+@dataclasses.dataclass(frozen=True)
+class SettingsFlags:
+    """The settings to run.
+
+    experiment: An experiment file. Without one, --models and --set describe the runs.
+    models: Model configs. With an experiment file, which of its models to run.
+    script: Script to run.
+    set: flag=value for all runs, or flag=value,value,... for an axis of the grid.
+    platform: Platform, which selects its part of the experiment file. auto detects the driver.
+    """
+
+    experiment: str = flag("", metavar="[FILE.yaml]", positional=True)
+    models: tuple[str, ...] = flag((), metavar="CONFIG ...")
+    script: Literal["train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py"] = flag("train.py")
+    set: tuple[str, ...] = flag((), metavar="FLAG=VALUE ...")
+    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag("auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessFlags:
+    """How to run them.
+
+    repeats: Runs of each setting, interleaved so that a drifting machine affects all settings.
+    tune: Find the fastest setting with few runs. The estimate keeps the fastest fifth, short runs
+        halve it repeatedly, and the two best settings run in full, alternating, five times.
+    output_dir: Directory of rows.jsonl, runs.csv and the runs. By default sweeps/EXPERIMENT.
+    retry: Repeat runs that failed or timed out earlier in the same --output-dir.
+    dry_run: Print the commands and stop.
+    """
+
+    repeats: int = flag(1, at_least=1)
+    tune: bool = flag(False)
+    output_dir: str | None = flag(None, metavar="DIR")
+    retry: bool = flag(False)
+    dry_run: bool = flag(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepArgs(ProcessFlags, SettingsFlags):
+    """Run many settings, each in a separate process, and compare them."""
 
 
 @tool("sweep.py")
@@ -94,6 +143,29 @@ def main(argv: Sequence[str]) -> int:
         print(f"{why}; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else INTERRUPTED
     return 0 if any(row["status"] == "ok" for row in measured) else 1
+
+
+def experiment_of(args: SweepArgs) -> tuple[Experiment, str]:
+    """The experiment that the arguments name or describe, and its name for messages."""
+    if args.experiment:
+        if name := changed(args, ("set", "script", "repeats")):
+            raise UsageError(
+                f"{flag_of(name)}: the experiment file decides that; leave the flag out"
+            )
+        if shipped_config(args.experiment) != args.experiment:
+            raise UsageError(f"{args.experiment}: is a model; use --models {args.experiment}")
+        experiment = read_experiment(args.experiment)
+        names = {model: {model, Path(model).stem} for model in experiment.models}
+        if unknown := set(args.models) - set().union(*names.values()):
+            available = ", ".join(Path(model).stem for model in names)
+            raise UsageError(
+                f"--models {min(unknown)}: unknown model of {args.experiment}; available: {available}"
+            )
+        chosen = [m for m in names if not args.models or names[m] & set(args.models)]
+        return experiment.model_copy(update={"models": chosen}), args.experiment
+    if not args.models:
+        raise UsageError("nothing to run: give an experiment file, or --models")
+    return from_command_line(args.script, args.models, args.set, args.repeats), "--set"
 
 
 def summary(cells: list[Cell], e: Experiment, platform: Platform, searches: bool) -> str:

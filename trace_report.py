@@ -27,8 +27,7 @@ from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
 from llm_train_bench.trace.breakdown import Breakdown, break_down
 from llm_train_bench.trace.breakdown_table import show_breakdown
-from llm_train_bench.trace.rank_tables import ranks_as_json, show_ranks
-from llm_train_bench.trace.rank_traces import read_ranks, waiting
+from llm_train_bench.trace.rank_traces import ranks_as_json, read_ranks, show_ranks, waiting
 from llm_train_bench.trace.read_trace import Trace, read_trace
 
 

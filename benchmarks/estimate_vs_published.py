@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
 from llm_train_bench.base.tables import markdown_table, show_whole
-from llm_train_bench.estimate.layout_search import search
+from llm_train_bench.estimate.plans import search
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
 from llm_train_bench.formulas.speed_model import estimate_speed
@@ -256,7 +256,7 @@ def planned_by(
     trainer: str, args: Args, gpu: Hardware, config: ModelConfig, compiled: bool,
     flags: dict[str, Any], script: Script, gpus: int,
 ) -> Work:  # fmt: skip
-    """A step of the trainer with these flags, as layout_search.py asks for it."""
+    """A step of the trainer with these flags, as plans.py asks for it."""
     args = dataclasses.replace(args, pt_compile=compiled, **flags)
     return plan_by(trainer, args, script, gpus, gpu.platform, config, gpu.memory_gib).work
 

@@ -24,12 +24,11 @@ from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass, remarks_on
 from llm_train_bench.settings.flags import Args, Script, declared, defaults, flag_of, help_texts
 from llm_train_bench.settings.other_names import in_our_words
-from llm_train_bench.sweep.sweep_flags import SweepArgs
 from tests.helpers import ROOT, python, words
 
 TINY = "configs/gpt2-tiny.json"
 KINDS = (
-    Args, EstimateFlags, SweepArgs, compare.CompareArgs, prepare_data.PrepareArgs,
+    Args, EstimateFlags, sweep.SweepArgs, compare.CompareArgs, prepare_data.PrepareArgs,
     trace_report.ReportArgs, doctor.DoctorArgs, check.CheckArgs,
 )  # fmt: skip
 

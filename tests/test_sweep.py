@@ -24,12 +24,12 @@ from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.compare.report import runs_table
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.sweep import all_runs, cell_runs, duration, grid, tune
+from llm_train_bench.sweep import all_runs, cell_runs, grid, tune
 from llm_train_bench.sweep import experiment as experiments
+from llm_train_bench.sweep.all_runs import START_S, duration_text
 from llm_train_bench.sweep.cell_runs import Rows, cell_key, run_cell
-from llm_train_bench.sweep.duration import START_S, duration_text, work_on
 from llm_train_bench.sweep.experiment import read_experiment
-from llm_train_bench.sweep.grid import Cell, differences, make_cells
+from llm_train_bench.sweep.grid import Cell, differences, make_cells, work_on
 from llm_train_bench.sweep.rows_as_records import records_of_rows
 from tests import fuzz
 from tests.helpers import ROOT, words
@@ -476,7 +476,7 @@ def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, caps
     cells = make_cells(e, "cpu")
     assert len(cells) == 48
     h100 = find_hardware("h100")
-    monkeypatch.setattr(duration, "find_cpu", lambda cpu, ranks: h100)
+    monkeypatch.setattr(grid, "find_cpu", lambda cpu, ranks: h100)
     field = tune.by_estimate(cells, e, "cpu")
     assert len(field) == 9 and [rate for rate, _ in field] == sorted((r for r, _ in field))[::-1]
     assert field[-1][0] > 1e4

@@ -179,16 +179,11 @@ def survey_job(nproc: int | None, as_json: bool) -> int:
             )
         told = survey_here(n)
     else:
-        device = pick_device("auto", ranks.local_rank)
-        if device.type == "cpu":
-            torch.set_num_threads(1)
         try:
-            join(ranks, device, TIMEOUT_S)
-            told = survey(device, ranks).as_json()
+            told = survey_by(ranks)
         except (NotJoined, RuntimeError) as error:
             print(f"check.py: rank {ranks.rank}: {one_line(error)}", file=sys.stderr)
             return 1
-        leave()
         if not ranks.main:
             return 0
     if as_json:
@@ -212,15 +207,20 @@ def survey_here(n: int) -> dict[str, Any]:
 def _rank_of_survey(rank: int, n: int, private: str) -> None:
     os.environ[MEETING] = private
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    ranks = Ranks(rank, n, rank)
-    device = pick_device("auto", rank)
+    told = survey_by(Ranks(rank, n, rank))
+    if rank == 0:
+        (Path(private) / "survey.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+def survey_by(ranks: Ranks) -> dict[str, Any]:
+    """The survey of these ranks, as JSON data; they join for it, and leave."""
+    device = pick_device("auto", ranks.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(1)
     join(ranks, device, TIMEOUT_S)
     told = survey(device, ranks).as_json()
-    if ranks.main:
-        (Path(private) / "survey.json").write_text(json.dumps(told), encoding="utf-8")
     leave()
+    return told
 
 
 def show_survey(told: dict[str, Any]) -> None:

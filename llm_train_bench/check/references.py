@@ -118,16 +118,14 @@ def workload_figure(
 
 def published(w: Workload, r: Result, hardware: Hardware | None) -> Reference | None:
     """The fastest published row with this model, length, format and number of such devices."""
-    rates = {}
-    for path in sorted(PUBLISHED.glob("*.json")) if hardware else ():
+    if hardware is None:
+        return None
+    rates, wanted = {}, (hardware.name, r.device.count, w.args.config, w.args.seq_len)
+    for path in sorted(PUBLISHED.glob("*.json")):
         content = parse_json(path.read_text(encoding="utf-8"))
         for row in content["rows"]:
-            same = (row.get("gpu"), row.get("gpus"), row.get("config"), row.get("seq_len"))
-            if (
-                hardware
-                and same == (hardware.name, r.device.count, w.args.config, w.args.seq_len)
-                and ("--use-fp8" in row.get("flags", "")) == bool(r.fp8)
-            ):
+            found = tuple(row.get(name) for name in ("gpu", "gpus", "config", "seq_len"))
+            if found == wanted and ("--use-fp8" in row.get("flags", "")) == bool(r.fp8):
                 rates[row["tokens_per_sec_per_gpu"]] = content["source"]
     if not rates:
         return None

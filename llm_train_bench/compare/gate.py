@@ -48,11 +48,6 @@ class Figures:
     memory_mean_gib: float | None
     power_limit_w: float | None
 
-    @property
-    def tokens_per_sec_per_gpu(self) -> float:
-        """The mean rate of the runs."""
-        return self.rate.value
-
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
@@ -284,14 +279,16 @@ def comment(verdicts: Sequence[Verdict], code: int) -> str:
     """The verdicts as Markdown for a pull request: what failed first."""
     titles = {0: "no regression", 1: "something got worse", 5: "not everything could be judged"}
     columns = "setting", "verdict", "tokens/s per GPU", "peak GiB", "mean GiB"
-    keys = "tokens_per_sec_per_gpu", "memory_gib", "memory_mean_gib"
     rows = []
     for v in sorted(verdicts, key=lambda v: (v.status == "ok", v.status not in WORSE)):
         cells = [printable(v.name), v.status.lower()]
-        for key in keys:
-            now, was = (getattr(entry, key, None) for entry in (v.now, v.was))
+        of_now, of_was = (
+            (f.rate.value, f.memory_gib, f.memory_mean_gib) if f else (None,) * 3
+            for f in (v.now, v.was)
+        )
+        for now, was, form in zip(of_now, of_was, (",.0f", ",.2f", ",.2f"), strict=True):
             change = f" ({now / was - 1:+.1%})" if now and was else ""
-            cells.append(number(now, ",.0f" if key == keys[0] else ",.2f") + change)
+            cells.append(number(now, form) + change)
         rows.append(cells)
     lines = [f"- {markdown_cell(printable(v.line))}\n" for v in verdicts if v.status != "ok"]
     table = markdown_text(columns, rows)

@@ -17,7 +17,7 @@ from llm_train_bench.base.strict import first_problem
 from llm_train_bench.compare.log_formats import UNITS, Log, LoggedStep
 from llm_train_bench.compare.read_logs import read_automodel, read_trainer_state, record_of
 from llm_train_bench.compare.records import LogFacts, Record
-from llm_train_bench.compare.run_files import is_runs_file, read_runs_file
+from llm_train_bench.compare.run_files import read_runs_file
 from llm_train_bench.compare.setting import changes_in_words, settings_of
 from llm_train_bench.compare.shareable import public_environment, word
 from llm_train_bench.model.json_keys import parse_json
@@ -44,7 +44,7 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
     keys = content.keys() if isinstance(content, dict) else set()
     if {"schema_version", "metrics"} <= keys:
         return [read_ours(content, path)]
-    if is_runs_file(content):
+    if {"settings", "schema_version"} <= keys:
         return records_of_file(path)
     if {"gpu_info", "performance_metrics"} <= keys:
         return [read_suite(content, path, facts)]

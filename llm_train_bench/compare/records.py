@@ -29,11 +29,10 @@ class LogFacts:
 
     def __init__(self, pattern: re.Pattern | None = None, **facts: Mapping[str, Any]):
         self.pattern, self.facts = pattern, facts
-        self.unnamed: list[str] = []  # logs that took the hardware of all
         self.used: set[tuple[str, str]] = set()  # facts, and the log that each was asked for
 
     def of(self, path: Path, name: str, in_log: Any) -> Any:
-        """A fact of one log; UsageError where the log has another, or two would take one hardware."""
+        """A fact of one log; UsageError where the log has another."""
         facts, key = self.facts.get(name, {}), FACTS[name][0]
         log = next((log for log in (str(path), path.name, path.stem) if log in facts), None)
         self.used.add((name, log or ""))
@@ -45,13 +44,6 @@ class LogFacts:
             if not short and in_log != value:
                 raise UsageError(f"--log {key}={value}: {path} says {in_log}; use LOG:{key}=VALUE")
             return in_log
-        if log is None and name == "hardware":
-            self.unnamed.append(str(path))
-            if len(self.unnamed) > 1:
-                logs = " and ".join(self.unnamed)
-                raise UsageError(
-                    f"--log hardware={value}: {logs} lack theirs; use LOG:hardware=NAME for each"
-                )
         return value
 
     def refuse_unused(self) -> None:

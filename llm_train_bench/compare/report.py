@@ -3,7 +3,7 @@
 import datetime
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,18 +62,6 @@ def counted_otherwise(r: Record) -> bool:
     return bool((r.mfu or r.tflops_per_gpu) and r.flop_convention != "palm")
 
 
-def tables(rows: list[Compared]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Name, columns and lines of each group, without the columns that nobody knows."""
-    for group, members in grouped(rows, lambda row: row.group).items():
-        texts = [cells(row) for row in members]
-        columns = [
-            name
-            for name in texts[0]
-            if name == "tokens/s per GPU" or {line[name] for line in texts} - {"unknown", "?", ""}
-        ]
-        yield group, columns, [[line[name] for name in columns] for line in texts]
-
-
 def by_speed(row: Compared) -> tuple[bool, float]:
     """Order of a group's rows: the reference first, then the fastest."""
     return not row.is_reference, -(row.record.tokens_per_sec_per_gpu or 0.0)
@@ -81,18 +69,19 @@ def by_speed(row: Compared) -> tuple[bool, float]:
 
 def show_comparison(rows: list[Compared]) -> None:
     """The tables on the screen, and below each what it shows."""
-    groups = grouped(rows, lambda row: row.group)
-    for group, columns, lines in tables(rows):
+    for group, members in grouped(rows, lambda row: row.group).items():
+        texts = [cells(row) for row in members]
+        known = {name for line in texts for name in line if line[name] not in ("unknown", "?", "")}
+        columns = [name for name in texts[0] if name in known | {"tokens/s per GPU"}]
         table = markdown_table(*columns, left=("hardware", "verdict"), title=group)
-        pairs = list(zip(groups[group], lines, strict=True))
-        if (more := len(pairs) - MOST_SHOWN) > 0:
-            pairs.sort(key=lambda pair: by_speed(pair[0]))
-        for _, line in pairs[:MOST_SHOWN]:
-            table.add_row(*line)
+        more = len(members) - MOST_SHOWN
+        for row in sorted(members, key=by_speed)[:MOST_SHOWN] if more > 0 else members:
+            texts = cells(row)
+            table.add_row(*(texts[name] for name in columns))
         show_whole(table)
         if more > 0:
             print(f"{more} more setting{'s' * (more > 1)}: --output-dir DIR writes all")
-        for line in verdicts(groups[group]):
+        for line in verdicts(members):
             print(line)
     if any(counted_otherwise(row.record) for row in rows):
         print("* counted by another suite in its own way")

@@ -5,7 +5,7 @@ A file holds results with their steps, by setting. compare/shareable.py says wha
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, ValidationError
 
@@ -41,11 +41,6 @@ class RunsFile(Strict):
     about: str = ABOUT
     schema_version: Literal[5] = FILE_VERSION
     settings: Annotated[list[SavedSetting], Field(min_length=1), FailFast()]
-
-
-def is_runs_file(content: Any) -> bool:
-    """Whether a JSON file's content is a file of runs, of this version or another."""
-    return isinstance(content, dict) and {"settings", "schema_version"} <= content.keys()
 
 
 def read_runs_file(path: Path) -> RunsFile:

@@ -55,7 +55,7 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
             if tolerances.get(key) is not None:
                 entry.tolerance = tolerances[key]
             entries.append(entry)
-            rate = figures_of(members).tokens_per_sec_per_gpu
+            rate = figures_of(members).rate.value
             n = f"{len(members)} run{'s' * (len(members) > 1)}"
             lines.append(f"saved {entry.setting}: {n}, {rate:,.0f} tokens/s per GPU")
         text = file_text(RunsFile(settings=sorted(entries, key=lambda entry: entry.setting)))

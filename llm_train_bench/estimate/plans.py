@@ -1,19 +1,23 @@
-"""--plan: the fastest layouts on some GPUs. Needs no torch."""
+"""--plan: the layouts of some GPUs that train a model fastest, by the formulas. Needs no torch."""
 
+import collections
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called
 from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateFlags, device_of
-from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Layout, search
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.estimate.trainers import find_trainer, plan_by
-from llm_train_bench.formulas.memory_model import VERDICTS
+from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
+from llm_train_bench.formulas.speed_model import SpeedEstimate, estimate_speed, least_time
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.settings.flags import (
@@ -30,11 +34,151 @@ from llm_train_bench.settings.flags import (
 )
 from llm_train_bench.settings.plan import resolve_seq_len
 
+# Part of the memory that a plan leaves free: the formula's own error, and imbalance.
+FREE = 0.1
+TOKENS_PER_STEP = 4 * 2**20
+# Tokens of a sample from which on ranks share them.
+LONG = 4096
+RECOMPUTED: tuple[dict[str, str], ...] = (
+    {},
+    {"sac_freq": "1/1", "sac_policy": "op"},
+    {"sac_freq": "1/4"},
+    {"sac_freq": "1/2"},
+    {"sac_freq": "1/1"},
+)
+# Groups of ranks between which a pipeline may cut the layers.
+MOST_STAGES = 64
+LOSSES = ("pipeline bubble", "tokens between ranks", "exposed communication", "optimizer")
+LOSSES += ("beside communication", "slowest node")
+Make = Callable[[dict[str, Any], Script, int], Work]
 # What --plan chooses itself.
 CHOSEN = """
 bsz grad_acc_steps tp cp ep pp pp_virtual pp_schedule dp_replicate sac_freq sac_policy use_fp8 pt_compile
 compile_mode ddp_mode zero1
 """.split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One way to train: flags besides --pt-compile, and what the formulas say (bytes, s, tokens/s)."""
+
+    script: Script
+    flags: dict[str, Any]
+    memory: float
+    verdict: str
+    speed: SpeedEstimate
+    tokens_per_sec: float
+
+    def words(self, trainer: str = "ours") -> str:
+        """The script and its flags as they are typed; of another trainer, its name and our flags."""
+        kind = self.script.name.lower()
+        first = self.script if trainer == "ours" else f"{trainer}, {kind}:"
+        return " ".join([first, *to_argv(self.flags)])
+
+    def loss(self) -> str:
+        """What of the step is not computation, the largest first."""
+        parts = self.speed.parts
+        name = max(LOSSES, key=parts.__getitem__)
+        return f"{name} {parts[name] / self.speed.step_s:.0%}"
+
+
+def powers(limit: int) -> list[int]:
+    """1, 2, 4, ... up to a limit."""
+    return [2**i for i in range(limit.bit_length()) if 2**i <= limit]
+
+
+def layouts(
+    config: ModelConfig, gpus: int, per_node: int, seq_len: int
+) -> Iterator[tuple[Script, dict[str, Any]]]:
+    """Ways to share a model out; experts from eight ranks on, stages by any number that divides."""
+    if gpus == 1:
+        yield Script.ONE, {}
+        return
+    yield Script.DDP, {}
+    experts = [n for n in powers(config.experts.number) if n >= 8] if config.experts else []
+    n_layers = config.num_hidden_layers
+    for tp in powers(min(per_node, 8)):
+        for cp in powers(max(1, seq_len // LONG)):
+            for ep in (1, *experts):
+                if gpus % (tp * cp) or gpus % ep:
+                    continue
+                shared = {k: v for k, v in (("tp", tp), ("cp", cp), ("ep", ep)) if v > 1}
+                for replicas in {1, max(1, gpus // max(per_node, tp * cp, ep))}:
+                    more = {"dp_replicate": replicas} if replicas > 1 else {}
+                    yield Script.FSDP, {**shared, **more}
+                each = gpus // (tp * cp)
+                for pp in range(2, min(MOST_STAGES, n_layers, each) + 1):
+                    chunks = {1, 2, *(v for v in range(3, 17) if n_layers % (pp * v) == 0), 4}
+                    for virtual in sorted(chunks) if each % pp == 0 else ():
+                        more = {"pp_virtual": virtual} if virtual > 1 else {}
+                        if pp * virtual <= n_layers:
+                            yield Script.PP, {"pp": pp, **more, **shared}
+
+
+def search(
+    config: ModelConfig, gpu: Hardware, gpus: int, batch: dict[str, int], make: Make
+) -> tuple[list[Layout], int, dict[str, int]]:
+    """The ten fastest layouts that fit, best first; how many were tried, and why others fell out.
+
+    A layout is one of tp, cp, ep, pp and replicas, with the virtual stages, recomputation, micro batch
+    and format that make it fastest. `batch` has the flags `global_bsz` and `seq_len`. `make(flags,
+    script, gpus)` makes a step of flags, or raises UsageError. A bound on the time sorts out what
+    cannot be among the first; of the others the events are laid out.
+    """
+    limit, rough = (1 - FREE) * gpu.memory_gib * 2**30, []
+    lost: collections.Counter[str] = collections.Counter()
+    for script, shared in layouts(config, gpus, gpu.per_node, batch["seq_len"]):
+        flags = {**shared, "global_bsz": batch["global_bsz"]}
+        try:
+            least = make({**flags, "bsz": 1, "sac_freq": "1/1"}, script, gpus)
+        except UsageError as error:  # by its kind: numbers differ
+            lost[re.sub(r"(?<![\w-])\d[\d,.]*", "N", re.split(r"[;:] ", str(error))[0])] += 1
+            continue
+        if estimate_memory(least).on_device(gpus) > limit:
+            lost["does not fit with 1/1 recomputed"] += 1
+            continue
+        formats = ({}, {"use_fp8": True}) if gpu.fp8_tflops else ({},)
+        for recomputed, number_format in itertools.product(RECOMPUTED, formats):
+            options = {**flags, **number_format, **recomputed}
+            size = _largest(options, script, gpus, limit, make)
+            for bsz in {size, size // 2} - {0}:
+                with contextlib.suppress(UsageError):
+                    work = make({**options, "bsz": bsz}, script, gpus)
+                    memory = estimate_memory(work).on_device(gpus)
+                    if memory <= limit:
+                        rate = work.batch.tokens_per_step / least_time(work, gpu)
+                        rough.append((rate, script, {**options, "bsz": bsz}, memory, work))
+    rough.sort(key=lambda found: -found[0])
+    best: dict[str, Layout] = {}
+    for bound, script, flags, memory, work in rough:
+        slowest = sorted((x.tokens_per_sec for x in best.values()), reverse=True)[:10]
+        if len(slowest) == 10 and bound < slowest[-1]:
+            break
+        speed = estimate_speed(work, gpu)
+        verdict = verdict_of(memory, gpu.memory_gib * 2**30, work)
+        layout = Layout(
+            script, flags, memory, verdict, speed, work.batch.tokens_per_step / speed.step_s
+        )
+        key = str([script, *(flags.get(name) for name in ("tp", "cp", "ep", "pp", "dp_replicate"))])
+        if key not in best or layout.tokens_per_sec > best[key].tokens_per_sec:
+            best[key] = layout
+    fitting = sorted(best.values(), key=lambda layout: -layout.tokens_per_sec)
+    for layout in fitting[10:]:
+        lost[f"slower: {layout.loss().rsplit(' ', 1)[0]}"] += 1
+    return fitting[:10], len(rough), dict(lost)
+
+
+def _largest(flags: dict[str, Any], script: Script, gpus: int, limit: float, make: Make) -> int:
+    """The largest power of two as micro batch that fits; 0 if not even 1."""
+    try:
+        one = make({**flags, "bsz": 1}, script, gpus)
+    except UsageError:
+        return 0
+
+    def fits(bsz: int) -> bool:
+        return estimate_memory(one.with_micro_batch(bsz)).on_device(gpus) <= limit
+
+    return max(itertools.takewhile(fits, powers(min(32, one.batch.grad_acc_steps))), default=0)
 
 
 def refuse_beside_plan(given: Mapping[str, Any]) -> None:

@@ -90,18 +90,15 @@ def step_seconds(work: Work, pieces: list[Pieces], around: Around, one_stream: b
     most = (2 if pp == 1 else 3) * rounds + number % rounds
     if number <= most + rounds:
         return lay_out(work, pieces, around, Clock(one_stream))
-    fewer, more = (
-        lay_out(_with_micro_batches(work, n), pieces, around, Clock(one_stream))
-        for n in (most, most + rounds)
-    )
+
+    def laid(n: int) -> Laid:
+        batch = dataclasses.replace(work.batch, grad_acc_steps=n)
+        return lay_out(dataclasses.replace(work, batch=batch), pieces, around, Clock(one_stream))
+
+    fewer, more = laid(most), laid(most + rounds)
     times = (number - most - rounds) / rounds
     both = zip(dataclasses.astuple(fewer), dataclasses.astuple(more), strict=True)
     return Laid(*(b + times * (b - a) for a, b in both))
-
-
-def _with_micro_batches(work: Work, number: int) -> Work:
-    batch = dataclasses.replace(work.batch, grad_acc_steps=number)
-    return dataclasses.replace(work, batch=batch)
 
 
 def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:

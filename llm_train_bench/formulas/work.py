@@ -275,11 +275,6 @@ class Trainer:
         """Bytes of a gradient as it is kept."""
         return 4 if self.weights in ("fp32", "master") else 2
 
-    @property
-    def moment_bytes(self) -> int:
-        """Bytes of each of the optimizer's moments."""
-        return {"fp32": 4, "bf16": 2, "8bit": 1}[self.moments]
-
 
 OUR_TRAINER = Trainer()
 
@@ -341,7 +336,7 @@ class Work:
             tables = (2 - self.config.tie_word_embeddings) * self.config.padded_vocab_size
             rest = tables * self.config.hidden_size
             moments = 1 + rest / (rest + sum(self.block_parameters))
-        return moments * self.trainer.moment_bytes
+        return moments * {"fp32": 4, "bf16": 2, "8bit": 1}[self.trainer.moments]
 
     @property
     def trains(self) -> bool:

@@ -91,7 +91,8 @@ class ProgressDisplay:
             self.bar.refresh()
         elif now >= self.line_at + self.LINE_S or done == self.n_steps:
             known = 2 < step.step < self.n_steps - 1  # the first steps compile
-            left = f"  {time_left(self.n_steps - done, step)} left" if known else ""
+            seconds = round((self.n_steps - done) * step.step_time_s)
+            left = f"  {datetime.timedelta(seconds=seconds)} left" if known else ""
             say(f"step {done}/{self.n_steps}  {name}  {figures}{left}")
             self.line_at = now
 
@@ -100,11 +101,6 @@ class ProgressDisplay:
         if self.bar is not None:
             with contextlib.suppress(OSError, ValueError):
                 self.bar.stop()
-
-
-def time_left(n_steps: int, step: Step) -> str:
-    """The time that steps like this one take, as h:mm:ss."""
-    return str(datetime.timedelta(seconds=round(n_steps * step.step_time_s)))
 
 
 def print_header(result: Result, work: Work) -> None:

@@ -100,20 +100,14 @@ def command_began(started_again: bool) -> float:
 
 
 def is_alive(writer: Writer) -> bool | None:
-    """Whether a process still runs; None where only another host can tell."""
+    """Whether a process still runs; None where only another host can tell, or a system without /proc."""
     if writer.host != platform.node():
         return None
     if writer.boot != _boot():
         return False
-    if writer.started is not None or Path("/proc/self/stat").exists():
-        return _started(writer.pid) == writer.started
-    try:
-        os.kill(writer.pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
+    if writer.started is None and not Path("/proc/self/stat").exists():
+        return None
+    return _started(writer.pid) == writer.started
 
 
 def _boot() -> str | None:

@@ -8,7 +8,7 @@ from llm_train_bench.base.strict import Strict
 from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.results.remarks import Remark, Remarked, derived_remarks
 from llm_train_bench.settings.flags import GRAPH_MODES, Script
-from llm_train_bench.trace.breakdown import CostlyKernel, HostGaps
+from llm_train_bench.trace.breakdown import CostlyKernel, StepTime
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
 
 # Results of an older schema were never released and are refused.
@@ -127,21 +127,14 @@ class Memory(Strict):
     peak_gib: float
 
 
-class Profile(Strict):
+class Profile(StepTime):
     """Where the time of the profiled steps went, on rank 0."""
 
     first_step: int
-    n_steps: int
     in_window: bool
-    step_time_s: float
     slowdown: float | None = None
-    classes_s: dict[str, float]
-    communication_overlapped_s: float
-    host_gaps: HostGaps | None
     costliest: list[CostlyKernel]
-    matmul_flops: float | None
     matmul_tflops: float | None
-    matmul_roof_fraction: float | None
 
 
 class Writer(Strict):

@@ -1,13 +1,21 @@
-"""A sweep's runs, one after the other: all settings before any repeat. Needs no torch."""
+"""A sweep's runs, one after the other, all settings before any repeat; their time. Needs no torch."""
 
 import itertools
+import statistics
+from collections.abc import Sequence
 
+from llm_train_bench.base.errors import DoesNotFit, UsageError
+from llm_train_bench.base.tables import grouped
+from llm_train_bench.formulas.speed_model import estimate_speed
+from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
-from llm_train_bench.sweep.duration import time_left
 from llm_train_bench.sweep.experiment import Experiment
-from llm_train_bench.sweep.grid import Cell
+from llm_train_bench.sweep.grid import Cell, work_on
 from llm_train_bench.sweep.tune import tune
+
+# Seconds from the start of a process to its first step (6 to 9 on two CPU cores); compilation is extra.
+START_S = 8.0
 
 
 def run_all(
@@ -30,3 +38,41 @@ def run_all(
         place = f"[{len(done)}/{len(keyed)}]"
         print(f"{place} {outcome(row)}  {cell.label()}  ({left})", flush=True)
     return [row for _, row in done]
+
+
+def estimated_seconds(cells: Sequence[Cell], e: Experiment, platform: Platform) -> float | None:
+    """Seconds of a run of each setting, one after the other; None where a device is not known."""
+    seconds = 0.0
+    for cell in cells:
+        args = parse_args(cell.argv(), cell.script)
+        try:
+            work, device = work_on(cell, e, platform)
+            step_s = estimate_speed(work, device).step_s
+        except DoesNotFit:
+            step_s = 0.0
+        except UsageError:
+            return None
+        seconds += min(START_S + step_s * (args.warmup_steps + args.n_steps), e.timeout_s)
+    return seconds
+
+
+def time_left(cells: Sequence[Cell], done: Sequence[tuple[Cell, CellRow]]) -> str:
+    """How long a run of each of `cells` takes: the mean of the setting's runs so far, or of all."""
+    walls = [(cell, row["wall_s"]) for cell, row in done if "wall_s" in row]
+    if not walls:
+        return "time left unknown"
+    mean = statistics.fmean(wall_s for _, wall_s in walls)
+    means = {
+        cell: statistics.fmean(wall_s for _, wall_s in runs)
+        for cell, runs in grouped(walls, lambda pair: pair[0]).items()
+    }
+    return f"{duration_text(sum(means.get(cell, mean) for cell in cells))} left"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as people say them: 40 s, 5 min 20 s, 3 h 5 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

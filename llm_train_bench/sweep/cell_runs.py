@@ -184,18 +184,14 @@ def _remove(run: Path) -> None:
 
 def _is_whole(row: Any) -> bool:
     """Whether a stored row can be used: someone may have edited the file."""
-
-    def figure(value: Any) -> bool:
-        return isinstance(value, int | float) and 0 < value < 1e30
-
     if not isinstance(row, dict) or not isinstance(row.get("axes"), dict):
         return False
     texts = [row.get(n) for n in ("key", "model", "status", "error", "result")]
     if not all(isinstance(text, str | None) for text in texts) or None in texts[:3]:
         return False
-    times = row.get("step_times_s", [])
-    whole = figure(row.get("tokens_per_sec")) and isinstance(times, list) and times
-    return row["status"] != "ok" or bool(whole and all(map(figure, times)))
+    figures = [row.get("wall_s", 1.0)]
+    figures += [row.get("tokens_per_sec")] if row["status"] == "ok" else []
+    return all(isinstance(x, int | float) and 0 < x < 1e30 for x in figures)
 
 
 class Rows:

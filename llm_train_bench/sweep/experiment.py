@@ -77,10 +77,9 @@ class Experiment(BaseModel, extra="forbid"):
             raise ValueError(f"environment: {secret}: {why}")
         return self
 
-    def layout_of(self, model: str, platform: Platform) -> Flags:
-        """The flags of one model on one platform."""
-        named = self.layouts.get(model) or self.layouts.get(Path(model).stem) or {}
-        return named.get(platform, {})
+    def layout_of(self, model: str) -> dict[Platform, Flags]:
+        """The flags of one model, by platform."""
+        return self.layouts.get(model) or self.layouts.get(Path(model).stem) or {}
 
 
 def _checked(content: Mapping[str, Any], where: str, before: str) -> Experiment:

@@ -5,9 +5,10 @@ import itertools
 from typing import Any, get_args
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.hardware import Hardware, device_called, find_hardware
-from llm_train_bench.base.machine import detect_platform, gpu_name
+from llm_train_bench.base.hardware import Hardware, device_called, find_cpu, find_hardware
+from llm_train_bench.base.machine import cpu_name, detect_platform, gpu_name
 from llm_train_bench.compare.setting import setting_name
+from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import model_name
 from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.command_line import parse_args
@@ -44,11 +45,6 @@ class Cell:
         """Model and flags as a command line."""
         return [self.config, *to_argv(dict(self.flags))]
 
-    def with_flags(self, flags: Flags) -> "Cell":
-        """The same with these flags besides."""
-        flags = dict(self.flags) | flags
-        return dataclasses.replace(self, flags=tuple(sorted(flags.items())))
-
     def label(self) -> str:
         """The model and the values on the axes."""
         flags = usual_values() | dict(self.flags)
@@ -68,7 +64,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
     combinations = (dict(zip(axes, c, strict=True)) for c in itertools.product(*e.grid.values()))
     gpu, cells = sweep_gpu(e, platform, where), []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
-        flags = e.training | e.platforms.get(platform, {}) | e.layout_of(model, platform)
+        flags = e.training | e.platforms.get(platform, {}) | e.layout_of(model).get(platform, {})
         flags |= chosen | listed
         if unknown := sorted(set(flags) - SETTABLE):
             hint = nearest_flag(unknown[0])
@@ -176,3 +172,18 @@ def plan_of(
         args = dataclasses.replace(args, **alone)
     has = {"memory_gib": memory_gib, "native_amp": gpu and gpu.native_amp}
     return make_plan(args, Script(script), world, platform, **has)
+
+
+def work_on(cell: Cell, e: Experiment, platform: Platform) -> tuple[Work, Hardware]:
+    """A setting's step, and the device that runs it.
+
+    DoesNotFit for a bsz auto of which not even 1 fits; UsageError where the device is not known.
+    """
+    args = parse_args(cell.argv(), cell.script)
+    platform = "cpu" if args.device == "cpu" else platform
+    processes = 2 if platform == "cpu" and cell.script != Script.ONE else 1
+    world = args.nproc or (e.hardware[platform].gpus if platform in e.hardware else processes)
+    gpu = find_cpu(cpu_name(), world) if platform == "cpu" else sweep_gpu(e, platform, e.experiment)
+    if gpu is None:
+        raise UsageError(f"an experiment file must say the GPU, as hardware: {platform}: gpu")
+    return plan_of(args, cell.script, world, platform, gpu, gpu.memory_gib).work, gpu

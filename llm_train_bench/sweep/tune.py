@@ -4,6 +4,7 @@ The estimate leaves a fifth of the settings, short runs halve these again and ag
 in full, in turn, for an interval.
 """
 
+import dataclasses
 import itertools
 
 from llm_train_bench.base.errors import DoesNotFit, UsageError
@@ -13,9 +14,8 @@ from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.flags import Args, defaults
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep.cell_runs import Rows, cell_key, outcome, run_cell
-from llm_train_bench.sweep.duration import work_on
 from llm_train_bench.sweep.experiment import Experiment
-from llm_train_bench.sweep.grid import Cell
+from llm_train_bench.sweep.grid import Cell, work_on
 
 # Part of the settings that is run at all; measured steps of the first short runs, and before them.
 FIELD, FIRST_STEPS, SHORT_WARMUP = 5, 3, 2
@@ -50,10 +50,8 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
             continue
         except UsageError as error:
             raise UsageError(f"--tune: {error}") from None
-        if (
-            gpu.platform != "cpu"
-            and estimate_memory(work).on_device(work.world) > gpu.memory_gib * 2**30
-        ):
+        needed = estimate_memory(work).on_device(work.world)
+        if gpu.platform != "cpu" and needed > gpu.memory_gib * 2**30:
             continue
         rate = work.batch.tokens_per_step / estimate_speed(work, gpu).step_s
         rated.append((rate, cell))
@@ -83,7 +81,8 @@ def _short(cell: Cell, steps: int, e: Experiment, rows: Rows) -> float:
     warmup = min(SHORT_WARMUP, flags.get("warmup_steps", SHORT_WARMUP))
     if flags.get("pt_compile"):  # its first steps compile
         warmup = 3
-    short = cell.with_flags({"n_steps": steps, "warmup_steps": warmup, "no_tensorboard": True})
+    flags |= {"n_steps": steps, "warmup_steps": warmup, "no_tensorboard": True}
+    short = dataclasses.replace(cell, flags=tuple(sorted(flags.items())))
     key = cell_key(short, "probe")
     if key not in rows.rows:
         rows.add(run_cell(short, "probe", rows.path.parent, e.timeout_s))

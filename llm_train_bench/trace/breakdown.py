@@ -49,7 +49,7 @@ class HostGaps(Strict):
     by_part: dict[str, float]
 
 
-class Breakdown(Strict):
+class StepTime(Strict):
     """Seconds per step; the classes add up to `step_time_s`."""
 
     n_steps: int
@@ -57,11 +57,16 @@ class Breakdown(Strict):
     classes_s: dict[str, float]
     communication_overlapped_s: float
     host_gaps: HostGaps | None
-    kernels: list[CostlyKernel]
-    matmul_s: float
     matmul_flops: float | None
     # Known for our own runs only: they know the device's measured rate.
     matmul_roof_fraction: float | None = None
+
+
+class Breakdown(StepTime):
+    """The same with all kernels."""
+
+    kernels: list[CostlyKernel]
+    matmul_s: float
 
     @property
     def costliest(self) -> list[CostlyKernel]:
