@@ -19,10 +19,12 @@ import llm_train_bench.base.start  # noqa: F401
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tool_main import run_tool, tool
-from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
 from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
 from llm_train_bench.estimate.predict import (
+    EstimateArgs,
+    EstimateFlags,
     calibrated,
+    device_of,
     make_estimate,
     nearest_changes,
     script_of,

@@ -52,13 +52,11 @@ class PrepareArgs:
 
 @tool("prepare_data.py")
 def main(argv: Sequence[str]) -> int:
-    """Write the two files; 0 when done, 2 and one line on bad input, 1 where writing fails."""
-    prepare(parse_dataclass(PrepareArgs, argv, "prepare_data.py"))
-    return 0
+    """Tokenise all documents and write those chosen for validation into a separate file.
 
-
-def prepare(args: PrepareArgs) -> None:
-    """Tokenise all documents and write those chosen for validation into a separate file."""
+    0 when done, 2 and one line on bad input, 1 where writing fails.
+    """
+    args = parse_dataclass(PrepareArgs, argv, "prepare_data.py")
     inputs = [Path(i) for i in args.inputs]
     if args.stdlib:
         inputs.append(Path(sysconfig.get_path("stdlib")))
@@ -111,6 +109,7 @@ def prepare(args: PrepareArgs) -> None:
         for name in parts:
             (Path(unfinished) / name).replace(out / f"{name}.bin")
             (Path(unfinished) / f"{name}.ends.npy").replace(out / f"{name}.ends.npy")
+    return 0
 
 
 def counted(arrays: Iterable[np.ndarray], ends: list[int]) -> Iterator[np.ndarray]:

@@ -20,7 +20,7 @@ from llm_train_bench import __version__
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.machine import version_text
 from llm_train_bench.base.number_text import parse_number
-from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags
+from llm_train_bench.estimate.predict import EstimateArgs, EstimateFlags
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass, remarks_on
 from llm_train_bench.settings.flags import Args, Script, declared, defaults, flag_of, help_texts
 from llm_train_bench.settings.other_names import in_our_words

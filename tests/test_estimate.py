@@ -23,8 +23,7 @@ from benchmarks.estimate_vs_published import covering, grouped, held_rows, publi
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
-from llm_train_bench.estimate.estimate_flags import EstimateFlags
-from llm_train_bench.estimate.predict import make_estimate
+from llm_train_bench.estimate.predict import EstimateFlags, make_estimate
 from llm_train_bench.estimate.trainers import executed_by, find_trainer
 from llm_train_bench.formulas import memory_model, speed_model, step_events
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_parameters

@@ -10,8 +10,7 @@ from llm_train_bench.base.files import ROOT
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.base.machine import Platform
 from llm_train_bench.check.workloads import Workload
-from llm_train_bench.estimate.estimate_flags import EstimateFlags
-from llm_train_bench.estimate.predict import Estimate, make_estimate
+from llm_train_bench.estimate.predict import Estimate, EstimateFlags, make_estimate
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.schema import Result

@@ -22,6 +22,7 @@ from llm_train_bench.compare.setting import (
     unlike,
 )
 from llm_train_bench.formulas.time_statistics import mean_of
+from llm_train_bench.sweep.experiment import Machine
 
 # Figures of a setting that are means over its runs.
 MEANS = "tokens_per_sec tokens_per_sec_per_gpu mfu tflops_per_gpu tokens_per_joule goodput".split()
@@ -102,15 +103,17 @@ def compare(
     `reference` names another: a setting, or one of its runs. With `identical`, hyperparameters that only
     concern speed must agree too.
     """
-    _share_names(records)
+    names: dict[str, str | None] = {}  # one for each model: a file of runs does not tell all
+    for r in records:
+        r.model = names.setdefault(r.model_hash, r.model) if r.model_hash else r.model
     settings = map(_pooled, repeats(records))
     rows = [Compared(r, group_of(r), not_compared=r.invalid) for r in settings]
     groups = grouped(rows, lambda row: row.group)
     for members in groups.values():
         name_settings([row.record for row in members])
-    names = {r.label: row for row in rows for r in row.record.runs}
-    names = {row.record.setting: row for row in rows} | names
-    if reference is not None and reference not in names:
+    called = {row.record.setting: row for row in rows}
+    called |= {r.label: row for row in rows for r in row.record.runs}
+    if reference is not None and reference not in called:
         have = ", ".join(row.record.setting for row in rows)
         raise UsageError(
             f"--reference {reference}: no setting or run of that name; there are {have}"
@@ -119,8 +122,8 @@ def compare(
         usable = [row for row in members if not row.not_compared and row.record.rates]
         plain = plainest([row.record for row in usable or members])
         first = next(row for row in members if row.record is plain)
-        if reference is not None and names[reference] in members:
-            first = names[reference]
+        if reference is not None and called[reference] in members:
+            first = called[reference]
         first.is_reference = True
         for row in members:
             if row is not first:
@@ -148,14 +151,6 @@ def group_of(r: Record) -> str:
     return f"{name} T{r.seq_len}" if r.seq_len else name
 
 
-def _share_names(records: list[Record]) -> None:
-    """Give models that are the same one name, in place: a file of runs does not tell all names."""
-    names: dict[str, str | None] = {}
-    for r in records:
-        if r.model_hash:
-            r.model = names.setdefault(r.model_hash, r.model)
-
-
 def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
     r, device = row.record, device_called(row.record.hardware)
     # As the run names its hardware, or as hardware.json does.
@@ -177,18 +172,17 @@ def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
 
 
 def prices_of(
-    machines: Mapping[str, tuple[float | None, float | None]],
+    machines: Mapping[str, Machine],
     usd_per_hour: Sequence[str],
     records: Sequence[Record],
     usd_per_kwh: float | None = None,
 ) -> Prices:
     """Prices and power limits of an experiment's machines; prices of the flag override them.
 
-    `machines` gives US$ per hour and W by the name of the hardware. UsageError for a flag's price of
-    hardware that no run has: a typing error.
+    UsageError for a flag's price of hardware that no run has: a typing error.
     """
-    usd = {name: price for name, (price, _) in machines.items() if price}
-    watts = {name: power for name, (_, power) in machines.items() if power}
+    usd = {name: m.usd_per_hour for name, m in machines.items() if m.usd_per_hour}
+    watts = {name: m.tdp_w for name, m in machines.items() if m.tdp_w}
     names = {r.hardware for r in records if r.hardware}
     names |= {h.name for r in records if (h := device_called(r.hardware))}
     for text in usd_per_hour:

@@ -102,13 +102,6 @@ class Record(Remarked):
     rates: list[float] = field(default_factory=list)
 
 
-def microseconds_per_token(r: Record) -> list[float]:
-    """Each step's time per token of one GPU [us], which steps of any batch share; empty if unknown."""
-    if not (r.n_gpus and r.global_batch and r.seq_len):
-        return []
-    return [1e6 * t * r.n_gpus / (r.global_batch * r.seq_len) for t in r.step_times_s]
-
-
 POSITIVE = """
 tokens_per_sec tokens_per_sec_per_gpu n_gpus seq_len global_batch mfu tflops_per_gpu memory_gib
 tokens_per_joule usd_per_hour

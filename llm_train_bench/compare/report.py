@@ -18,7 +18,7 @@ from llm_train_bench.base.tables import (
     write_rows,
 )
 from llm_train_bench.compare.ratios import Compared
-from llm_train_bench.compare.records import Record, microseconds_per_token
+from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR
 from llm_train_bench.results.metrics import COMPARED
 
@@ -211,7 +211,10 @@ def _group(name: str, members: list[Compared], whole: bool) -> dict[str, Any]:
         r, shown = m.record, id(m) in drawn
         card, runs = device_called(r.hardware), []
         for i, run in enumerate(r.runs[:100] if whole or shown else []):
-            times = spread(microseconds_per_token(run), 120) if shown and i < 3 else []
+            # A step's time per token of one GPU [us], which steps of any batch share.
+            tokens, n = (run.global_batch or 0) * (run.seq_len or 0), run.n_gpus or 0
+            times = [1e6 * t * n / tokens for t in run.step_times_s] if tokens and n else []
+            times = spread(times, 120) if shown and i < 3 else []
             facts = {"name": run.label, "speed": _figures(run.tokens_per_sec_per_gpu)}
             facts |= {"path": shown_path(run.path), "invalid": "; ".join(run.invalid)}
             runs.append(facts | {"times": [_figures(t) for t in times]})

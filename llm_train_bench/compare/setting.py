@@ -73,8 +73,7 @@ def identity(r: Record) -> str:
     settings = {public_name(k): public_value(k, v) for k, v in changed_settings(r).items()}
     settings["seq_len"] = r.seq_len  # whether it was given, or is the model's
     # 2 and 2.0 are one setting; a float holds whole numbers up to 2**53.
-    whole = {k: float(v) for k, v in settings.items() if type(v) is int and abs(v) < 2**53}
-    settings |= whole
+    settings |= {k: float(v) for k, v in settings.items() if type(v) is int and abs(v) < 2**53}
     model, hardware = r.result.model.hash if r.result else r.model, public_device(r.hardware or "")
     return json.dumps([r.suite, model, hardware, r.n_gpus, settings], sort_keys=True)
 

@@ -13,8 +13,7 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called
 from llm_train_bench.base.tables import markdown_table, number, show_whole
-from llm_train_bench.estimate.estimate_flags import EstimateFlags, device_of
-from llm_train_bench.estimate.predict import BYTES_PER_GIB
+from llm_train_bench.estimate.predict import BYTES_PER_GIB, EstimateFlags, device_of
 from llm_train_bench.estimate.trainers import find_trainer, plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
 from llm_train_bench.formulas.speed_model import SpeedEstimate, estimate_speed, least_time

@@ -77,10 +77,6 @@ class Experiment(BaseModel, extra="forbid"):
             raise ValueError(f"environment: {secret}: {why}")
         return self
 
-    def layout_of(self, model: str) -> dict[Platform, Flags]:
-        """The flags of one model, by platform."""
-        return self.layouts.get(model) or self.layouts.get(Path(model).stem) or {}
-
 
 def _checked(content: Mapping[str, Any], where: str, before: str) -> Experiment:
     """The experiment; UsageError for a bad key, or for more cells than anybody can run."""
@@ -121,10 +117,8 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def machines_of(
-    experiments: Iterable[Experiment],
-) -> dict[str, tuple[float | None, float | None]]:
-    """US$ per hour and TDP [W] of experiments' machines, by the name of their hardware."""
+def machines_of(experiments: Iterable[Experiment]) -> dict[str, Machine]:
+    """The machines of experiments by the name of their hardware."""
     machines = {}
     for e in experiments:
         for machine in e.hardware.values():
@@ -133,7 +127,7 @@ def machines_of(
                     name = find_hardware(machine.gpu).name
                 except UsageError as error:
                     raise UsageError(f"{e.experiment}: gpu {error}") from None
-                machines[name] = machine.usd_per_hour, machine.tdp_w
+                machines[name] = machine
     return machines
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any, get_args
 
 from llm_train_bench.base.errors import UsageError
@@ -64,7 +65,8 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
     combinations = (dict(zip(axes, c, strict=True)) for c in itertools.product(*e.grid.values()))
     gpu, cells = sweep_gpu(e, platform, where), []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
-        flags = e.training | e.platforms.get(platform, {}) | e.layout_of(model).get(platform, {})
+        layout = e.layouts.get(model) or e.layouts.get(Path(model).stem) or {}
+        flags = e.training | e.platforms.get(platform, {}) | layout.get(platform, {})
         flags |= chosen | listed
         if unknown := sorted(set(flags) - SETTABLE):
             hint = nearest_flag(unknown[0])
