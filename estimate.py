@@ -98,7 +98,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"no price of {gpu.name} is known; --usd-per-hour gives one")
     if estimate.verdict == VERDICTS[0]:
         return 0
-
     for change in nearest_changes(planned, plan.work, gpu):
         print(change)
     return 0 if estimate.fits else 4

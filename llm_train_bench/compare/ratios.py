@@ -5,6 +5,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import device_called, find_hardware
@@ -22,7 +23,6 @@ from llm_train_bench.compare.setting import (
     unlike,
 )
 from llm_train_bench.formulas.time_statistics import mean_of
-from llm_train_bench.sweep.experiment import Machine
 
 # Figures of a setting that are means over its runs.
 MEANS = "tokens_per_sec tokens_per_sec_per_gpu mfu tflops_per_gpu tokens_per_joule goodput".split()
@@ -172,14 +172,14 @@ def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
 
 
 def prices_of(
-    machines: Mapping[str, Machine],
+    machines: Mapping[str, Any],
     usd_per_hour: Sequence[str],
     records: Sequence[Record],
     usd_per_kwh: float | None = None,
 ) -> Prices:
     """Prices and power limits of an experiment's machines; prices of the flag override them.
 
-    UsageError for a flag's price of hardware that no run has: a typing error.
+    A machine has `usd_per_hour` and `tdp_w`. UsageError for a flag's price of hardware that no run has.
     """
     usd = {name: m.usd_per_hour for name, m in machines.items() if m.usd_per_hour}
     watts = {name: m.tdp_w for name, m in machines.items() if m.tdp_w}

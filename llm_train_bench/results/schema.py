@@ -8,7 +8,8 @@ from llm_train_bench.base.strict import Strict
 from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.results.remarks import Remark, Remarked, derived_remarks
 from llm_train_bench.settings.flags import GRAPH_MODES, Script
-from llm_train_bench.trace.breakdown import CostlyKernel, StepTime
+from llm_train_bench.trace import breakdown
+from llm_train_bench.trace.breakdown import CostlyKernel, HostGaps  # noqa: F401
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
 
 # Results of an older schema were never released and are refused.
@@ -127,7 +128,7 @@ class Memory(Strict):
     peak_gib: float
 
 
-class Profile(StepTime):
+class Profile(breakdown.StepTime):
     """Where the time of the profiled steps went, on rank 0."""
 
     first_step: int
