@@ -25,7 +25,7 @@ from llm_train_bench.compare.ratios import compare as compare_records
 from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.setting import identity, repeats
 from tests import fuzz
-from tests.helpers import ROOT, python, run_train, words
+from tests.helpers import ROOT, run_train, words
 
 LOGS = ROOT / "tests/logs"
 SAME = {"args__bucket_cap_mb": 25.0}  # runs_of() gives each name its own
@@ -735,7 +735,7 @@ def test_electricity_is_a_part_of_the_cost(output_of, tmp_path):
     machine = {"gpu": "H100 SXM", "usd_per_hour": 4.0, "tdp_w": 700}
     content = {"experiment": "x", "models": ["gpt2-tiny"], "hardware": {"nvidia": machine}}
     (tmp_path / "e.yaml").write_text(json.dumps(content))
-    argv = words(f"{ROOT}/tests/records/benchmark_cuda_llama.json --output-dir", tmp_path)
+    argv = words(f"{ROOT}/tests/inputs/benchmark_cuda_llama.json --output-dir", tmp_path)
     argv += words("--experiment", tmp_path / "e.yaml")
     output_of(compare.main, argv)
     (row,) = json.loads((tmp_path / "compare.json").read_text())["settings"]
