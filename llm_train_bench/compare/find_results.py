@@ -15,7 +15,7 @@ from llm_train_bench.compare.read_logs import read_lines, read_log, read_metrics
 from llm_train_bench.compare.read_results import read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
 from llm_train_bench.compare.shareable import run_id
-from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.model.json_keys import plain_file, plain_text
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
 READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_metrics_csv}  # others are logs
@@ -57,7 +57,8 @@ def not_taken(files: Iterable[Path], taken: set[Path | bytes]) -> Iterator[Path]
         marks: set[Path | bytes] = {file.resolve()}
         if file.name == "result.json" and file.is_file():  # no pipe, which would wait
             with contextlib.suppress(OSError):  # said when it is read
-                marks.add(hashlib.sha256(file.read_bytes()).digest())
+                text = plain_text(file, 256, errors="replace")
+                marks.add(hashlib.sha256(text.encode()).digest())
         if not marks & taken:
             yield file
         taken |= marks
