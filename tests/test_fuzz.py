@@ -32,7 +32,7 @@ def test_any_spoilt_file(kind):
         fuzz.read_file(kind, right, whole=True)
     cases = 4 if ":" in kind or kind in SLOW else 60
 
-    @settings(max_examples=cases * (250 if LONG else 1), derandomize=not LONG, deadline=None,
+    @settings(max_examples=cases * (50 if LONG else 1), derandomize=not LONG, deadline=None,
               suppress_health_check=[*HealthCheck], report_multiple_bugs=False)  # fmt: skip
     @given(fuzz.spoilt(rights, ending))
     def check(data):
