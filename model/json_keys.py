@@ -45,9 +45,10 @@ def plain_text(
 
 def shipped_config(name: str) -> str:
     """The path of a config that comes with the project, of its name alone; other names unchanged."""
-    path = CONFIGS / f"{name.removesuffix('.json')}.json"
-    ours = Path(name).name == name and path.exists() and not Path(name).exists()
-    return f"{CONFIGS.name}/{path.name}" if ours else name
+    ours = name.removesuffix(".json") in {path.stem for path in CONFIGS.glob("*.json")}
+    if not ours or Path(name).exists():
+        return name
+    return f"{CONFIGS.name}/{name.removesuffix('.json')}.json"
 
 
 def parse_json(text: str | bytes) -> Any:
