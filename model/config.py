@@ -28,7 +28,7 @@ from llm_train_bench.model.json_keys import (
     is_directory,
     kind_of,
     parse_json,
-    plain_file,
+    plain_text,
 )
 from llm_train_bench.model.shapes import (
     NO_EXPERTS,
@@ -272,7 +272,7 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     if is_directory(path):
         path = path / "config.json"
     try:
-        raw = parse_json(plain_file(path).read_text(encoding="utf-8-sig"))
+        raw = parse_json(plain_text(path, encoding="utf-8-sig"))
     except FileNotFoundError:
         shipped = sorted(p.stem for p in CONFIGS.glob("*-*.json"))
         name = path.name.lower().removesuffix(".json")

@@ -14,7 +14,7 @@ from torch import Tensor
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
 from llm_train_bench.model.families import FAMILIES, MTP_KEYS
 from llm_train_bench.model.hf_names import hf_names, row_sizes
-from llm_train_bench.model.json_keys import parse_json, plain_file
+from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import save_adapters
 from llm_train_bench.model.stored import Part, read_block
@@ -222,7 +222,7 @@ def _index(directory: Path) -> dict[str, Path]:
         if single.exists():
             with safe_open(plain_file(single), framework="pt") as f:
                 return dict.fromkeys(f.keys(), single)
-        weight_map = parse_json(plain_file(index).read_text(encoding="utf-8-sig"))["weight_map"]
+        weight_map = parse_json(plain_text(index, encoding="utf-8-sig"))["weight_map"]
         for file in weight_map.values():
             if Path(file).name != file:
                 raise ConfigError(f"{index}: {file!r} is no name of a file beside it")

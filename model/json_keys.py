@@ -33,11 +33,22 @@ def plain_file(path: str | Path) -> Path:
     return path
 
 
+def plain_text(
+    path: str | Path, most_mib: int = 64, encoding: str = "utf-8", errors: str = "strict"
+) -> str:
+    """The text of a plain file; OSError where it is larger, as a file given by mistake may be."""
+    path = plain_file(path)
+    if path.stat().st_size > most_mib * 2**20:
+        raise OSError(errno.EFBIG, f"is larger than {most_mib} MiB", str(path))
+    return path.read_text(encoding, errors)
+
+
 def shipped_config(name: str) -> str:
     """The path of a config that comes with the project, of its name alone; other names unchanged."""
-    path = CONFIGS / f"{name.removesuffix('.json')}.json"
-    ours = Path(name).name == name and path.exists() and not Path(name).exists()
-    return f"{CONFIGS.name}/{path.name}" if ours else name
+    ours = name.removesuffix(".json") in {path.stem for path in CONFIGS.glob("*.json")}
+    if not ours or Path(name).exists():
+        return name
+    return f"{CONFIGS.name}/{name.removesuffix('.json')}.json"
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -48,37 +48,39 @@ def commands(kind, script, argv, restarts) -> list[tuple[list[str], dict[str, st
     branch with docker), its agents without the shell, srun's tasks, which nothing starts again but a
     new job, or one process.
     """
-    command, again = [sys.executable, script, *argv], ["--max-restarts", str(restarts)]
+    command, port, job = [script, *argv], str(free_port()), f"j{random.random()}"
+    own = [sys.executable, *command]
     if kind == "script":
-        return [([*command, "--nproc", "2", *again], {})]
+        return [([*own, "--nproc", "2", "--max-restarts", str(restarts)], {})]
     if kind == "torchrun":
-        return [([*TORCHRUN, "2", *again, script, *argv], {})]
+        return [([*TORCHRUN, "2", "--max-restarts", str(restarts), *command], {})]
     if kind == "itself":
-        return [(command, {})]
-    port = str(free_port())
+        return [(own, {})]
     if kind == "agents":
-        options = f"--nnodes 2 --nproc-per-node 1 --max-restarts {restarts} --rdzv-backend c10d"
-        options += f" --rdzv-id {random.random()} --rdzv-endpoint 127.0.0.1:{port}"
-        agent = [sys.executable, "-m", "llm_train_bench.run.agent"]
+        options = "-m llm_train_bench.run.agent --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"
+        options += f" --max-restarts {restarts} --rdzv-id {job} --rdzv-endpoint 127.0.0.1:{port}"
         nodes = [f"{options} --rdzv-conf is_host={host}".split() for host in (1, 0)]
-        return [([*agent, *flags, script, *argv], {}) for flags in nodes]
+        return [([sys.executable, *flags, *command], {}) for flags in nodes]
     if kind == "nodes":
-        shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "GPUS": "1"}
-        shared |= {"JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts)}
-        shared["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        command = ["bash", "docker/torchrun_node.sh", script, *argv]
-        return [(command, shared | {"NODE": str(node)}) for node in (0, 1)]
-    shared = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    tasks = ({"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in (0, 1))
-    return [(command, shared | task) for task in tasks]
+        env = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "GPUS": "1", "JOB_ID": job}
+        env |= {"MAX_RESTARTS": str(restarts)}
+        env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        nodes = [env | {"NODE": node} for node in "01"]
+        return [(["bash", "docker/torchrun_node.sh", *command], node) for node in nodes]
+    env = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [(own, env | {"SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in "01"]
+
+
+def script_of(kind: str) -> str:
+    return "train.py" if kind == "itself" else "train_ddp.py"
 
 
 class Job:
     """The processes of one command, or of one per node or task; what they print goes to a file."""
 
-    def __init__(self, kind, argv, log: Path, restarts=0, script="train_ddp.py", **env: str):
+    def __init__(self, kind, argv, log: Path, restarts=0, **env: str):
         self.kind, self.launchers = kind, []
-        for command, more in commands(kind, script, argv, restarts):
+        for command, more in commands(kind, script_of(kind), argv, restarts):
             with log.open("a") as out:
                 self.launchers.append(Started(command, more | env, stdout=out, stderr=out))
 
@@ -172,18 +174,16 @@ def check_causes(out: Path, name: str, kind: str) -> None:
     paths = [run / "result.json" for run in attempts(out, name)]
     *before, end = [read_result(path) for path in paths if path.exists()]
     assert end.status == "ok", (end.status, end.error)
-    ours = ("script", "nodes", "agents")
-    for r in before:
+    # One that is "ok" was killed after its end.
+    assert {r.status for r in before} <= {"ok", "failed", "killed", "interrupted", "preempted"}
+    for r in before if kind in ("script", "nodes", "agents") else []:
         error = r.error or ""
-        if r.status == "failed" and kind in ours:
-            assert "killed by SIGKILL" in error, (kind, r.run_name, error)
-        elif r.status == "interrupted" and kind in ours:
+        if r.status == "failed":
+            assert "killed by SIGKILL" in error, (r.run_name, error)
+        elif r.status == "interrupted":
             # SIGTERM: the other node's launcher was killed.
             ended = kind != "script" and "SIGTERM" in error
-            assert ended or "the end of its launcher" in error, (kind, r.run_name, error)
-        # One that is "ok" was killed after its end.
-        ways = ("ok", "failed", "killed", "interrupted", "preempted")
-        assert r.status in ways, (r.run_name, r.status, error)
+            assert ended or "the end of its launcher" in error, (r.run_name, error)
 
 
 @dataclasses.dataclass
@@ -199,10 +199,11 @@ class Script:
 
 def draw_script(kind: str, draw: random.Random) -> Script:
     """Any that the kind of start can do."""
-    inner = kind != "srun" and draw.random() < 0.5
+    inner = kind not in ("srun", "itself") and draw.random() < 0.5
     given = inner and draw.random() < 0.5
     auto = not given and (not inner or draw.random() < 0.5)
     who = ("one rank", "all ranks") if inner or kind == "srun" else WHO
+    who = ("launcher",) if kind == "itself" else who
     kills = [(draw.choice(who), draw.choice(list(MOMENTS))) for _ in range(draw.randint(1, 3))]
     return Script(inner, auto, given, draw.random() < 0.4, kills)
 
@@ -232,25 +233,18 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
             if not hit:
                 break
         codes = job.finish()
-        assert codes == [0] * len(codes), (kind, argv, codes, log.read_text()[-3000:])
+        assert codes == [0] * len(codes), codes
         time.sleep(0.05)
-        case = (kind, argv, watch.starts, log.read_text()[-3000:])
-        assert not watch.wrong, (watch.wrong, *case)
-        used = places(out, name, save_dir)
-        assert len(used) == 1 and used[0].exists(), (used, *case)
-        (place,) = used
-        assert step_of(faults.last_of([place])) == STEPS + 2, case
-        faults.assert_equal(*(faults.last_state([at]) for at in (place, reference / "checkpoints")))
-        names = [path.name for path in place.iterdir()]
-        assert sum(name.startswith("step-") for name in names) <= 2, names
-        assert not any(name.startswith((".", "damaged")) for name in names), names
-        records = read_records([str(out)], print, LogFacts())
-        assert len(records) == 1, ([(r.label, r.lineage, r.first_step) for r in records], *case)
-        expected = sorted(faults.losses_of(reference.parent, "reference"))
+        assert not watch.wrong, watch.wrong
+        expected = sorted(faults.losses_of(reference.parent, reference.name))
         expected = [x for x in expected if x[0] >= (step_of(given) if given else 0)]
-        losses = records[0].losses
-        assert losses == expected, (*case, {*losses} ^ {*expected})
+        (record,) = read_records([str(out)], print, LogFacts())
+        assert record.losses == expected, {*record.losses} ^ {*expected}
         check_causes(out, name, kind)
+        faults.check_like(reference, out, name, save_dir=save_dir)
+    except BaseException as error:
+        error.add_note(f"{kind}, {argv}, {watch.starts}: {log.read_text()[-3000:]}")
+        raise
     finally:
         watch.over.set()
         job.kill()
@@ -259,19 +253,21 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
     return kills
 
 
-def make_reference(top: Path) -> Path:
+def make_reference(top: Path, name: str = "reference", world: int = 2) -> Path:
     """The run that nobody disturbs, with all of its checkpoints."""
-    assert faults.fork(arguments(top, "reference", "--save-keep", "1000"), "train_ddp.py", 2)
-    return top / "reference"
+    argv = arguments(top, name, "--save-keep", "1000")
+    assert faults.fork(argv, script_of("itself" if world == 1 else "script"), world)
+    return top / name
 
 
 def chains(count: int = 100) -> str:
     """Chains of up to four attempts under every start, in turn."""
     draw, kills = random.Random(os.environ.get("SEED", "5")), 0
     with tempfile.TemporaryDirectory(prefix="chains-") as top:
-        reference = make_reference(Path(top))
+        together, alone = make_reference(Path(top)), make_reference(Path(top), "alone", 1)
         for number in range(count):
-            kind = KINDS[number % 4]
+            kind = KINDS[number % len(KINDS)]
+            reference = alone if kind == "itself" else together
             begin = time.monotonic()
             done = chain(number, reference, kind, draw, Path(top), draw_script(kind, draw))
             kills += done
@@ -309,9 +305,8 @@ def running(kind: str, top: Path, *flags: str, slow: float | None = None, **env:
     """A run "r" in its own directory, ended in any case; on a disk with `slow` seconds a file."""
     out = Path(tempfile.mkdtemp(dir=top, prefix=kind))
     argv, log = arguments(out, "r", *flags), out.with_suffix(".log")
-    script = "train.py" if kind == "itself" else "train_ddp.py"
     with contextlib.nullcontext() if slow is None else slow_disk(slow):
-        job = Job(kind, argv, log, script=script, **env)
+        job = Job(kind, argv, log, **env)
     try:
         wait_for((out / "r/steps.jsonl").exists, job, log)
         yield job, out, log, argv
@@ -322,11 +317,13 @@ def running(kind: str, top: Path, *flags: str, slow: float | None = None, **env:
 ENDLESS = ["--save-every", "100000", "--n-steps", "100000"]
 
 
-def check_saved_on_request(kind, top: Path, who: str, number: int, early=False) -> None:
+def check_saved_on_request(request: str, top: Path, early=False) -> None:
     """A signal saves all ranks at one step, on a disk slower than the agent would wait; 75 says so.
 
-    `early` is before the first step.
+    The request has a kind of start, who is told, and the signal; `early` is before the first step.
     """
+    kind, who, name = request.split()
+    number = signal.Signals[f"SIG{name}"]
     patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
     with running(kind, top, *ENDLESS, slow=4.0, **patience) as (job, out, log, _):
         if not early:
@@ -336,11 +333,10 @@ def check_saved_on_request(kind, top: Path, who: str, number: int, early=False) 
         else:
             signal_all([job.launchers[0].pid if who == "one" else job.ranks()[1]], number)
         codes = job.finish(90)
-    assert set(codes) == {75}, (kind, who, codes, log.read_text()[-2000:])
+    assert set(codes) == {75}, (request, codes, log.read_text()[-2000:])
     r, checkpoint = read_result(out / "r/result.json"), faults.last_of([out / "r/checkpoints"])
-    name = signal.Signals(number).name
     assert r.status == "preempted", r.error
-    assert r.error == f"saved at step {step_of(checkpoint)} and stopped by {name}"
+    assert r.error == f"saved at step {step_of(checkpoint)} and stopped by SIG{name}"
     assert "Traceback" not in log.read_text() and len(committed(out / "r/checkpoints")) == 1
 
 
@@ -384,10 +380,8 @@ def requests(count: int = 0) -> str:
     twice = ("script", "agents", "srun", "itself")
     with tempfile.TemporaryDirectory(prefix="requests-") as top:
         for case in cases:
-            kind, who, name = case.split()
-            number = signal.Signals[f"SIG{name}"]
-            check_saved_on_request(kind, Path(top), who, number, case in early)
-            print(f"  {kind}, {who}, {number.name}", flush=True)
+            check_saved_on_request(case, Path(top), case in early)
+            print(f"  {case}", flush=True)
         for kind in twice:
             check_second_signal(kind, Path(top))
             print(f"  {kind}, twice", flush=True)

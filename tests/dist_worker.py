@@ -91,8 +91,6 @@ TOKENS = {
     "all_to_all_single": "all_to_all",
     "all_reduce": "all_reduce",
 }
-
-
 # What may run beside an exchange, and when it begins and ends.
 EVENTS = (*TOKENS, "wait_tensor", "mm", "addmm", "_grouped_mm")
 # Methods of a layout that wait for the numbers of experts' rows.
@@ -334,9 +332,8 @@ def dtypes_in_a_block(ranks) -> list[str]:
     """Dtypes of activations and rotary tables as attention gets them under bf16."""
     model, _ = sharded(ranks)
     seen = []
-    model.blocks["1"].attn.register_forward_pre_hook(
-        lambda module, inputs: seen.extend(str(t.dtype) for t in (inputs[0], *inputs[1][:2]))
-    )
+    note = lambda _, inputs: seen.extend(str(t.dtype) for t in (inputs[0], *inputs[1][:2]))  # noqa: E731
+    model.blocks["1"].attn.register_forward_pre_hook(note)
     ids = torch.zeros(1, 8, dtype=torch.int64)
     model(ids, ids).backward()
     return seen

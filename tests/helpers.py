@@ -1,13 +1,18 @@
 """Small configs of every family, and running train.py inside the test process."""
 
 import contextlib
+import copy
 import itertools
 import json
+import operator
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -151,6 +156,52 @@ def trained(output_dir: Path, *parts) -> dict:
 def read_steps(output_dir: Path) -> list[dict]:
     (path,) = output_dir.glob("*/steps.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def places(content: Any, path: list[str]) -> Iterator[tuple[Any, Any]]:
+    """Each container that a path leads to, and the key there; 3 is a place in a list, 3: are several."""
+    name, *rest = path
+    keys = [name]
+    if isinstance(content, list):
+        bounds = [int(bound) if bound else None for bound in name.split(":")]
+        keys = range(len(content))[slice(*bounds)] if ":" in name else bounds
+    for key in keys:
+        yield from places(content[key], rest) if rest else [(content, key)]
+
+
+def changed(content: Any, changes: str = "", **fields) -> Any:
+    """A copy of JSON in which `a.b=JSON` sets, `a.b*=2` and `a.b+=2` compute, `a.b=absent` removes.
+
+    Fields are set by `a__b`.
+    """
+    content = copy.deepcopy(content)
+    for name, value in fields.items():
+        for place, key in places(content, name.split("__")):
+            place[key] = value
+    for change in filter(None, re.split(r" (?=[\w.:]+[*+]?=)", changes.strip())):
+        path, how, value = re.fullmatch(r"(.+?)([*+]?=)(.*)", change).groups()
+        for place, key in reversed([*places(content, path.split("."))]):
+            if value == "absent":
+                del place[key]
+            elif how == "=":
+                place[key] = json.loads(value)
+            elif place[key] is not None:
+                compute = operator.mul if how == "*=" else operator.add
+                place[key] = compute(place[key], json.loads(value))
+    return content
+
+
+def rows_of(name: str) -> list[str]:
+    """The lines of a file of tests/results."""
+    rows = (ROOT / "tests/results" / name).read_text().splitlines()
+    return [row for row in rows if not row.startswith("#")]
+
+
+def cases(section: str) -> list[list[str]]:
+    """The rows of a section of tests/changed_results.txt: changes, and what follows from them."""
+    text = (ROOT / "tests/changed_results.txt").read_text()
+    (rows,) = re.findall(rf"^\[{section}\].*\n((?:.+\n)*)", text, flags=re.M)
+    return [row.split(" -> ") for row in rows.splitlines()]
 
 
 def free_port() -> int:

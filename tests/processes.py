@@ -131,9 +131,6 @@ class Started(Warm):
         """Rank to process id."""
         return {int(env[name]): pid for pid, env in self.members().items() if name in env}
 
-    def kill_all(self) -> None:
-        signal_all(self.members(), signal.SIGKILL)
-
 
 def forked(*parts, cwd=ROOT, code=0, **environment) -> subprocess.CompletedProcess:
     """As tests.helpers.python, but forked from this process, with all that it starts."""

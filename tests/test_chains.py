@@ -18,26 +18,18 @@ def reference(tmp_path_factory):
     return chains.make_reference(tmp_path_factory.mktemp("chains"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "second", "given", "save_dir"),
-    [("script", "all ranks", True, False), ("agents", "one rank", False, True)],
-)
-def test_a_chain_ends_as_the_run_that_nobody_disturbed(
-    kind, second, given, save_dir, reference, tmp_path
-):
-    kills = [("one rank", "while training"), (second, "in set-up")]
-    script = chains.Script(inner=True, auto=False, given=given, save_dir=save_dir, kills=kills)
+@pytest.mark.parametrize("kind, second", [("script", "all ranks"), ("agents", "one rank")])
+def test_a_chain_ends_as_the_run_that_nobody_disturbed(kind, second, reference, tmp_path):
+    kills, given = [("one rank", "while training"), (second, "in set-up")], kind == "script"
+    script = chains.Script(inner=True, auto=False, given=given, save_dir=not given, kills=kills)
     # A loaded machine may see the second set-up only when it is over.
     assert chains.chain(0, reference, kind, random.Random(7), tmp_path, script) >= 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "who", "number"),
-    [("itself", "launchers", signal.SIGUSR1), ("agents", "one", signal.SIGTERM)],
-)
-def test_a_run_is_saved_on_request_however_slow_the_disk(kind, who, number, tmp_path):
+@pytest.mark.parametrize("request_", ["itself launchers USR1", "agents one TERM"])
+def test_a_run_is_saved_on_request_however_slow_the_disk(request_, tmp_path):
     """One of two nodes is told to end, and both do."""
-    chains.check_saved_on_request(kind, tmp_path, who, number)
+    chains.check_saved_on_request(request_, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["itself", "script"])

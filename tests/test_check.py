@@ -22,7 +22,8 @@ from llm_train_bench.check.workloads import workload_of
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
-from tests.helpers import ROOT, read_steps, trained, words
+from llm_train_bench.results.schema import Result
+from tests.helpers import ROOT, cases, changed, read_steps, trained, words
 
 RUNS = ROOT / "benchmarks/results/h200-20261127"
 CPU = torch.device("cpu")
@@ -68,17 +69,6 @@ def test_a_wrong_computation_is_seen_by_its_first_steps(wrong, tmp_path):
     assert w.wrong_steps("fp32", read_steps(tmp_path)) is not None
 
 
-def test_rates_are_measured_on_a_cpu(monkeypatch):
-    told = probe.measure_rates(CPU, 0.01)
-    rates = told["rates"]
-    for name in ("matmul fp32", "matmul bf16", "memory", "launch", "attention forward"):
-        assert 0 < rates[name] < 1e6, name
-    assert rates["throttled_cpu"] >= 0 and told["use"]["rank"] == 0
-    figures = {f.name: f for f in references.rate_figures(rates, None)}
-    assert figures["launch"].less_is_better and figures["memory"].reference is None
-    assert figures.keys() <= references.RATES.keys()
-
-
 def test_rates_of_a_gpu_stand_beside_what_is_published_of_it():
     rates = {"matmul bf16": 397.25, "memory": 4.08, "launch": 5.0, "link_gb_per_s": 63.0,
              "host to device": 31.5}  # fmt: skip
@@ -86,7 +76,8 @@ def test_rates_of_a_gpu_stand_beside_what_is_published_of_it():
     assert found["matmul bf16"].part == pytest.approx(0.5)
     assert found["memory"].part == pytest.approx(1.0)
     assert found["memory"].reference.kind == "estimated"
-    assert found["host to device"].part == 0.5 and found["launch"].part is None
+    assert found["host to device"].part == 0.5
+    assert found["launch"].part is None and found["launch"].less_is_better
 
 
 def figure(part, kind="measured", wide=0.0):
@@ -169,50 +160,24 @@ def test_wrong_numbers_are_below_whatever_the_speed(tmp_path):
     assert c.verdict == "below" and any("wrong numbers" in f.what for f in c.found)
 
 
-def of_run(change):
+def of_run(changes=""):
     """Findings in a made-up run of an H200."""
-    result = read_result(RUNS / "gpt2-125m-bf16/result.json")
-    change(result)
+    content = json.loads((RUNS / "gpt2-125m-bf16/result.json").read_text())
+    result = Result.model_validate(changed(content, changes))
     result.judge()
     return [f"{f.what}: {f.found} -> {f.advice}" for f in findings.of_remarks(result.remarks, "r")]
 
 
-def throttled(**parts):
-    return lambda r: setattr(r.devices[0], "throttled", parts)
-
-
-CAUSES = {
-    "held-down clocks": (throttled(**{"thermal (hardware)": 0.3}), "down (thermal", "cooling"),
-    "power brake": (throttled(**{"power brake": 0.2}), "clocks held down (power brake)", "power supply"),
-    "locked clocks": (lambda r: (throttled()(r), setattr(r.devices[0], "sm_clock_mean_mhz", 900.0)),
-                      "900 of 1980 MHz", "-rgc"),
-    "shared card": (lambda r: setattr(r.metrics, "device_shared", True),
-                    "shared GPU", "doctor.py"),
-    "stolen time": (lambda r: setattr(r.metrics, "stolen_cpu_fraction", 0.2), "20%", "dedicated cores"),
-    "busy CPU": (lambda r: setattr(r.metrics, "other_cpu_fraction", 0.8), "busy CPU 80%", "top"),
-    "drift": (lambda r: (setattr(r, "step_times_s", [0.2 + 0.001 * i for i in range(30)]),
-                         setattr(r.metrics, "tokens_per_sec_per_gpu", None)),
-              "drift +", "--warmup-steps"),
-    "fallback kernel": (lambda r: r.remark("fp32 matmuls ran", "invalid", "update PyTorch"),
-                        "fp32 matmuls ran", "update PyTorch"),
-    "a slow device": (lambda r: (setattr(r.metrics, "device_imbalance", 0.05),
-                                 setattr(r.metrics, "slowest_device", 5)),
-                      "rank 5: its GPU multiplies 5% slower", "clocks"),
-    "a slow optimizer": (lambda r: r.remark("fallback: optimizer that is not fused", advice="y"),
-                         "not fused", "y"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CAUSES)
-def test_a_cause_is_found_in_a_run(name):
-    change, cause, cure = CAUSES[name]
-    (line,) = of_run(change)
+@pytest.mark.parametrize(("changes", "answer"), cases("cause"))
+def test_a_cause_is_found_in_a_run(changes, answer):
+    (line,) = of_run(changes)
+    cause, cure = answer.split(" | ")
     assert cause in line and cure in line.partition(" -> ")[2]
 
 
 def test_nothing_is_found_where_nothing_is_wrong():
     """A full power cap is normal; so is a device as slow as its neighbours."""
-    assert of_run(lambda r: None) == []
+    assert of_run() == []
     assert list(findings.of_rates({})) == []
 
 
@@ -314,7 +279,10 @@ def test_the_whole_check_on_this_cpu(tmp_path, capsys, monkeypatch):
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"] == "not judged" and told["count"] == 1
     figures = {f["name"]: f for f in told["figures"]}
-    assert figures["gpt2-tiny-fp32"]["value"] > 0 and figures["matmul fp32"]["value"] > 0
+    rates = "matmul fp32", "matmul bf16", "memory", "launch", "attention forward"
+    assert all(0 < figures[name]["value"] < 1e6 for name in (*rates, "gpt2-tiny-fp32"))
+    assert figures.keys() - {"gpt2-tiny-fp32"} <= references.RATES.keys()
+    assert figures["memory"]["reference"] is None
     assert figures["gpt2-tiny-fp32"]["reference"]["kind"] == "estimated"
     assert not [f for f in told["findings"] if f["state"] == "bad"]
     # The same, held against itself: measured, and as it should be.

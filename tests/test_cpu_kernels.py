@@ -12,16 +12,8 @@ from llm_train_bench.model.config import load_config
 from llm_train_bench.model.layers import gelu_tanh
 from llm_train_bench.model.loss import LinearCrossEntropy
 from llm_train_bench.run.checkpoint.manifest import read_manifest
-from tests.helpers import (
-    FAMILIES,
-    INDUCTOR_LINKS,
-    plan_of,
-    read_steps,
-    run_train,
-    trained,
-    words,
-    write_config,
-)
+from tests import helpers
+from tests.helpers import FAMILIES, plan_of, read_steps, trained, words
 
 needs_onednn = pytest.mark.skipif(not onednn.available(), reason="a PyTorch without oneDNN")
 SHAPES = [(1, 1, 1), (3, 7, 5), (33, 48, 80), (130, 257, 64), (64, 80, 1024)]
@@ -149,7 +141,7 @@ def test_no_operator_returns_a_view_of_its_inputs_or_another_shape_than_it_says(
         torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.skipif(not INDUCTOR_LINKS, reason="PyTorch lies in a path with a space")
+@pytest.mark.skipif(not helpers.INDUCTOR_LINKS, reason="PyTorch lies in a path with a space")
 def test_compiled_attention_of_one_head_has_its_gradients():
     """Inductor's own code: q, k and v are dense, and their memory is used again."""
     x, grad = normal(2, 64, 48), normal(2, 1, 64, 16)
@@ -167,9 +159,8 @@ def test_compiled_attention_of_one_head_has_its_gradients():
 
 
 def test_what_nothing_can_use_is_refused(tmp_path, capsys):
-    path = write_config(tmp_path, FAMILIES["olmo2"])
-    argv = [path, "--fused-backward", "--n-steps", 1, "--seq-len", 16, "--output-dir", tmp_path]
-    assert run_train(*argv, "--device", "cpu") == 2
+    argv = words(helpers.write_config(tmp_path, FAMILIES["olmo2"]), "--fused-backward --seq-len 16")
+    assert helpers.train_main([*argv, *words("--device cpu --output-dir", tmp_path)]) == 2
     assert "--fused-backward: no part of this model can use it" in capsys.readouterr().err
 
 
@@ -182,7 +173,7 @@ def test_compiled_gelu_is_the_tanh_form():
 
 
 def plan(tmp_path, *flags, platform="cpu", **changes):
-    path = write_config(tmp_path, FAMILIES["gpt2"] | changes)
+    path = helpers.write_config(tmp_path, FAMILIES["gpt2"] | changes)
     return plan_of([path, *flags], "train.py", 1, platform)
 
 
@@ -233,11 +224,9 @@ def test_libraries_are_compared_by_the_time_of_all_layers(count, library, monkey
 @needs_onednn
 def test_a_resumed_run_keeps_the_library_and_the_bits(tmp_path, monkeypatch):
     """The choice is timed once; what was stored is taken, whatever is faster now or too short to time."""
-    config = write_config(tmp_path, FAMILIES["gpt2"])
-    flags = words(
-        config, "--device cpu --amp off --bsz 2 --seq-len 32 --warmup-steps 1 --n-steps 5"
-    )
-    flags += words("--save-every 3 --no-tensorboard")
+    config = helpers.write_config(tmp_path, FAMILIES["gpt2"])
+    flags = words(config, "--device cpu --amp off --bsz 2 --seq-len 32 --warmup-steps 1")
+    flags += words("--n-steps 5 --save-every 3 --no-tensorboard")
     small, choice = (f"llm_train_bench.run.life.{x}" for x in ("SMALL_STEP", "faster_linear"))
     monkeypatch.setattr(small, 0)
     timed = {}

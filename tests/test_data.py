@@ -202,16 +202,6 @@ def test_prepare_with_a_tokenizer(tmp_path):
     assert tokenizer.decode(tokens[:-1]) == text and len(tokens) < len(text) / 2
 
 
-@pytest.mark.parametrize("broken", [None, "{}", "[1"])
-def test_a_tokenizer_that_cannot_be_read_is_one_line(broken, tmp_path, refused):
-    (tmp_path / "a.txt").write_text("text")
-    if broken is not None:
-        (tmp_path / "tokenizer.json").write_text(broken)
-    argv = words(tmp_path / "a.txt", "--tokenizer", tmp_path / "tokenizer.json")
-    refused(prepare_data.main, "tokenizer.json", argv, "--output-dir", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def prepared(out) -> list[list[bytes]]:
     """The documents of train.bin and of val.bin, in bytes."""
     files = (open_tokens(out / f"{name}.bin") for name in ("train", "val"))

@@ -44,7 +44,7 @@ from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, Script, defaults
 from llm_train_bench.settings.plan import make_plan
 from tests.dist_worker import Traffic
-from tests.helpers import ROOT, plan_of, remark_texts, run_train, trained, words
+from tests.helpers import ROOT, plan_of, remark_texts, rows_of, run_train, trained, words
 from tests.memory_trace import traced_memory
 from tests.processes import forked
 
@@ -64,55 +64,8 @@ def work_of(text, script="train.py", gpus=1, **options):
     return plan_of(words(f"configs/{text}"), script, gpus, **options).work
 
 
-# Script, ranks, sequence length, config and flags; then how far the formula may be off, if not 10 %.
-# torch 2.15 holds a tenth less in a pipeline's last stage. The last four have fewer experts than shards;
-# 24 divides no dimension of them: FSDP2 pads 8 experts to 24.
-SETTINGS = """
-train.py 1 1024 gpt2-125m --bsz 8
-train.py 1 256 llama-tiny --bsz 4 --amp off
-train.py 1 1024 gpt2-125m --bsz 4 --pass-type forward
-train_fsdp.py 16 4096 llama-3.1-8b-proxy --bsz 2 --dp-replicate 2 --grad-acc-steps 2
-train_fsdp.py 8 4096 llama-3.1-8b-proxy --bsz 1 --grad-acc-steps 2 --reduce-last
-train_fsdp.py 256 4096 llama-70b-proxy --bsz 2 --sac-freq 1/4
-train_fsdp.py 8 2048 llama-3.1-8b-proxy --bsz 1 --reshard-after-forward never
-train.py 1 256 llama-tiny --bsz 1 --optimizer sgd
-train.py 1 256 moe-tiny --bsz 8
-train_fsdp.py 8 4096 llama-3.1-8b-proxy --bsz 2 --tp 2 --cp 2 --sac-freq 1/2
-train_fsdp.py 8 4096 llama-3.1-8b-proxy --bsz 4 --tp 4 --sac-freq 1/1 --sac-policy op
-train_fsdp.py 8 4096 qwen3-30b-a3b-proxy --bsz 4 --ep 8
-train_fsdp.py 8 4096 qwen3-30b-a3b-proxy --bsz 4 --ep 8 --sac-freq 1/1
-train_fsdp.py 8 4096 qwen3-30b-a3b-proxy --bsz 4 --ep 8 --ep-capacity 1.5
-train_fsdp.py 8 4096 qwen3.5-9b-proxy --bsz 4 --sac-freq 1/1 --mtp 0.3
-train.py 1 2048 qwen3.5-9b-proxy --bsz 1 --amp off --mtp 0.3
-train_fsdp.py 8 4096 llama-3.1-8b-proxy --bsz 2 --lora-rank 16
-train_fsdp.py 8 4096 llama-3.1-8b-proxy --bsz 4 --lora-rank 16 --sac-freq 1/1 | 0.13
-train_fsdp.py 8 4096 llama-3.1-8b-proxy --bsz 2 --lora-rank 64 --lora-targets q_proj --lora-base fp32
-train_fsdp.py 4 512 llama-3.2-1b --bsz 1 --dp-replicate 2 --bf16-weights stochastic
-train.py 1 1024 gpt2-125m --bsz 4 --bf16-weights master
-train_fsdp.py 8 8192 nemotron-3-nano-30b-a3b-proxy --bsz 1 --ep 8
-train_fsdp.py 8 8192 gemma-3-12b-proxy --bsz 1 --tp 2 --cp 2
-train_fsdp.py 8 131072 llama-3.1-8b-proxy --bsz 1 --cp 8
-train_fsdp.py 16 131072 llama-3.1-8b-proxy --bsz 1 --cp 16
-train_fsdp.py 128 131072 llama-3.1-405b-proxy --bsz 1 --tp 8 --cp 16 --sac-freq 1/1
-train_fsdp.py 8 131072 llama-3.1-8b-proxy --bsz 1 --cp 8 --offload-activations
-train_fsdp.py 8 131072 llama-3.1-8b-proxy --bsz 1 --cp 8 --offload-activations --sac-freq 1/1
-train_fsdp.py 8 131072 llama-3.1-8b-proxy --bsz 1 --cp 4 --pack --pack-lengths 9e3,1
-train_fsdp.py 16 131072 gpt-oss-120b-proxy --bsz 1 --cp 16 --ep 16
-train_fsdp.py 16 131072 deepseek-v3-proxy --bsz 1 --tp 4 --cp 4 --ep 16
-train_fsdp.py 8 4096 mixtral-8x7b-proxy --bsz 2 --tp 2 --ep 8
-train_fsdp.py 64 8192 gpt-oss-120b-proxy --bsz 1 --ep 16 --tp 2 --cp 2
-train_fsdp.py 64 4096 deepseek-v3-proxy --bsz 2 --ep 32 --tp 8 --cp 2 --mtp 0.3
-train_pp.py 64 8192 llama-3.1-405b-proxy --bsz 1 --pp 2 --tp 8 --sac-freq 1/2 | 0.14
-train_pp.py 128 4096 deepseek-v3-proxy --bsz 1 --pp 2 --ep 32
-train_fsdp.py 64 4096 mixtral-8x7b-proxy --bsz 1 | 0.07
-train_fsdp.py 64 4096 mixtral-8x7b-proxy --bsz 1 --ep 8 | 0.07
-train_fsdp.py 16 4096 mixtral-8x7b-proxy --bsz 1 --sac-freq 1/1 | 0.05
-train_fsdp.py 24 4096 mixtral-8x7b-proxy --bsz 1 | 0.14
-"""
-
-
-@pytest.mark.parametrize("setting", SETTINGS.strip().splitlines())
-def test_formula_and_trace_agree(setting, record_property):
+@pytest.mark.parametrize("setting", rows_of("traced_settings.txt"))
+def test_formula_and_trace_agree(setting):
     """Two independent counts of the peak, within 10 % where a setting has no other limit."""
     text, _, limit = setting.partition(" | ")
     script, world, seq_len, model, *flags = text.split()
@@ -120,8 +73,6 @@ def test_formula_and_trace_agree(setting, record_property):
     for group in range(plan.work.fsdp.pp if plan.work.fsdp else 1):
         formula = estimate_memory(plan.work, pp_rank=group).peak
         traced = traced_memory(plan.work, plan.optimizer, group)
-        sizes = f"formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB"
-        record_property("figure", f"memory  {text}: {sizes}")
         assert formula == pytest.approx(traced, rel=float(limit or 0.10))
 
 
@@ -223,26 +174,21 @@ def test_an_estimate_is_the_one_on_record(line):
     assert estimate_of(row.pop("command")) == pytest.approx(row, rel=1e-6)
 
 
-def test_peaks_are_those_of_pytorchs_own_allocator(record_property, monkeypatch):
+def test_peaks_are_those_of_pytorchs_own_allocator(monkeypatch):
     """Eager, compiled, recomputed, in FP8, sharded; the file says how they were read.
 
     The loss had chunks of one size then, for every head.
     """
     monkeypatch.setattr(memory_model, "chunk_rows", lambda n, v, *_: chunk_rows(n, v))
     errors = {}
-    for line in (ROOT / "tests/results/allocated_peaks.txt").read_text().splitlines():
-        if line.startswith("#"):
-            continue
+    for line in rows_of("allocated_peaks.txt"):
         words, peak = line.split(" | ")
         script, ranks, model, *flags = words.split()
         plan = plan_of([f"configs/{model}.json", *flags], script, int(ranks))
         formula = estimate_memory(plan.work).peak
         errors[words] = formula / 2**30 / float(peak) - 1
         assert abs(errors[words]) < 0.06, words
-    middle = statistics.median(errors.values())
-    text = f"{min(errors.values()):+.1%} to {max(errors.values()):+.1%}, median {middle:+.1%}"
-    record_property("figure", f"memory  formula against the allocator, {len(errors)}: {text}")
-    assert len(errors) == 65 and abs(middle) < 0.01
+    assert len(errors) == 65 and abs(statistics.median(errors.values())) < 0.01
 
 
 def test_what_streams_keep_apart_is_needed_too():
@@ -441,9 +387,9 @@ def test_a_plan_s_best_is_what_the_estimate_says_of_it(output_of, estimated):
 
 
 def changes_of(text):
-    """The changes that would fit, each with its memory [GiB]."""
-    found = re.findall(r"^(?:would|may) fit: (.*): ([\d.]+) GiB", text, flags=re.M)
-    return {change: float(need) for change, need in found}
+    """The changes that would fit, each with its memory [GiB] and tokens/s."""
+    line = r"^(?:would|may) fit: (.*): (\S+) GiB, (\S+) tokens/s per GPU"
+    return {change: figures for change, *figures in re.findall(line, text, flags=re.M)}
 
 
 def test_what_does_not_fit_ends_with_4(output_of):
@@ -451,11 +397,11 @@ def test_what_does_not_fit_ends_with_4(output_of):
     assert "nothing fits" in output_of(estimate.main, argv, code=4)
     argv = "configs/gpt2-760m.json --gpu rtx4090 --bsz 40"
     changes = changes_of(output_of(estimate.main, argv, code=4))
-    assert 1 <= len(changes) <= 3 and max(changes.values()) <= 23.99
+    assert 1 <= len(changes) <= 3 and all(float(need) <= 23.99 for need, _ in changes.values())
     # With all blocks recomputed already, --bsz 1 and --bsz 1 --sac-freq 1/1 are one change.
     argv = "configs/llama-3.2-1b.json --gpu h100 --bsz 16 --sac-freq 1/1 --limit memory=23"
     changes = changes_of(output_of(estimate.main, argv, code=4))
-    assert len(changes) == len(set(changes.values())) >= 2
+    assert len(changes) == len({need for need, _ in changes.values()}) >= 2
 
 
 @pytest.mark.parametrize(
@@ -466,25 +412,13 @@ def test_what_does_not_fit_ends_with_4(output_of):
 def test_a_change_that_would_fit_is_as_its_own_estimate(argv, now, expected, output_of, estimated):
     """By what another trainer does too."""
     argv = f"{LLAMA} --gpu h100 {argv}"
-    text = output_of(estimate.main, argv, now, code=4)
-    line = r"^(?:would|may) fit: (.*): (\S+) GiB, (\S+) tokens/s per GPU"
-    changes = re.findall(line, text, flags=re.M)
-    assert [change for change, *_ in changes] == expected
-    for change, need, rate in changes:
+    changes = changes_of(output_of(estimate.main, argv, now, code=4))
+    assert [*changes] == expected
+    for change, (need, rate) in changes.items():
         replaced = now.split()[0] in change
         e = estimated(argv, "" if replaced else now, change)
         memory = e["memory"]["peak"] + e["memory_outside"]
         assert f"{memory / 2**30:,.1f} {e['tokens_per_sec_per_gpu']:,.0f}" == f"{need} {rate}"
-
-
-def test_a_partly_filled_node_waits_for_its_cards():
-    """Of nine GPUs one is alone in its node, with one network card for all that goes through it."""
-
-    def per_gpu(gpus):
-        work = work_of("llama-3.1-8b.json --bsz 1 --seq-len 4096", "train_fsdp.py", gpus)
-        return work.batch.tokens_per_step / gpus / estimate_speed(work, H100).step_s
-
-    assert per_gpu(9) < 0.5 * per_gpu(16) < per_gpu(8)
 
 
 def test_time_of_a_pipeline_has_its_bubble():
@@ -588,18 +522,19 @@ def test_eager_rotary_embedding_moves_what_the_formula_says(amp):
 
 
 def test_speed_moves_the_right_way():
-    eager, compiled, fp8, recomputed = (
-        speed("llama-3.1-8b-proxy", 4096, f"--bsz 2 {flags}")
-        for flags in ("", "--pt-compile", "--pt-compile --use-fp8", "--sac-freq 1/1")
-    )
-    assert fp8.step_s < compiled.step_s < eager.step_s
-    # A third more, less the MLP's last matmul and the head.
-    assert 1.15 < recomputed.parts["matmuls"] / eager.parts["matmuls"] < 1.3
+    """Of nine GPUs one is alone in its node, with one network card for all that goes through it."""
+
+    def rate(flags="", gpus=1, model="llama-3.1-8b", T=4096):
+        return 1 / speed(model, T, flags, gpus).step_s
+
+    filled = [rate("", gpus) for gpus in (8, 64, 512, 4096)]
+    assert filled == sorted(filled, reverse=True) and filled[1] > 0.8 * filled[0]
+    assert rate("", 9) < 0.5 * filled[0] and rate("--dp-replicate 512", 4096) > 1.05 * filled[3]
+    eager, compiled, fp8 = (rate(x) for x in ("", "--pt-compile", "--pt-compile --use-fp8"))
+    assert fp8 > compiled > eager
     # A tiny model waits for the host, unless CUDA graphs launch for it.
-    tiny = speed("gpt2-tiny", 256)
-    graphs = speed("gpt2-tiny", 256, "--pt-compile --compile-mode reduce-overhead")
-    assert tiny.parts["waiting for the host"] > 0.5 * tiny.step_s
-    assert graphs.step_s < 0.5 * tiny.step_s
+    graphs = "--pt-compile --compile-mode reduce-overhead"
+    assert rate(graphs, model="gpt2-tiny", T=256) > 2 * rate(model="gpt2-tiny", T=256)
 
 
 def test_a_gather_costs_its_whole_latency():
@@ -613,14 +548,6 @@ def test_a_gather_costs_its_whole_latency():
     # Rows are padded to a multiple of the shards: 128,256 of embedding and head to 131,072.
     root = collective_time("all_gather", 2 * 2 * 131_072 * 4096, 4096, 8, H100)
     assert always - never == pytest.approx(forward - root, rel=0.05)
-
-
-def test_scaling_loses_a_little_and_hsdp_wins_it_back_at_thousands():
-    rate = [1 / speed("llama-3.1-8b", 4096, world=n).step_s for n in (8, 64, 512, 4096)]
-    assert rate == sorted(rate, reverse=True)
-    assert rate[1] > 0.8 * rate[0]
-    hsdp = speed("llama-3.1-8b", 4096, "--dp-replicate 512", 4096)
-    assert 1 / hsdp.step_s > 1.05 * rate[3]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "current"])
@@ -669,14 +596,6 @@ def test_fp32_matmuls_are_slower_than_the_device_can():
     assert slow.parts["attention"] > 5 * fast.parts["attention"]
 
 
-def test_accumulation_gathers_again_under_fsdp_and_reduces_once_under_ddp():
-    text = "llama-3.1-8b-proxy.json --bsz 1 --seq-len 4096 --grad-acc-steps"
-    for script, times in (("train_fsdp.py", 4), ("train_ddp.py", 1)):
-        once, four = (estimate_speed(work_of(f"{text} {n}", script, 8), H100) for n in (1, 4))
-        assert communication(four) == pytest.approx(times * communication(once))
-        assert four.parts["matmuls"] == pytest.approx(4 * once.parts["matmuls"])
-
-
 def test_a_trainer_that_shares_the_optimizer_alone_gathers_and_reduces_once_a_step():
     def seconds(trainer, n):
         text = f"llama-3.1-8b.json --bsz 1 --seq-len 4096 --grad-acc-steps {n}"
@@ -688,7 +607,7 @@ def test_a_trainer_that_shares_the_optimizer_alone_gathers_and_reduces_once_a_st
     assert seconds("megatron", 1) < 0.8 * seconds("ours", 1)
 
 
-def test_a_rack_of_gb200_is_one_domain_and_old_gpus_have_no_bf16(estimated, output_of):
+def test_a_rack_of_gb200_is_one_domain(estimated):
     argv = "configs/deepseek-v3-proxy.json --gpus 64 --bsz 1 --seq-len 4096 --ep 64 --gpu"
     rack, nodes = (
         estimated(argv, gpu)["parts_s"]["tokens between ranks"]
@@ -696,8 +615,6 @@ def test_a_rack_of_gb200_is_one_domain_and_old_gpus_have_no_bf16(estimated, outp
     )
     assert nodes > 5 * rack > 0
     assert estimated(argv, "b200")["parts_s"]["tokens between ranks"] > 5 * rack
-    assert "T4 has no bf16" in output_of(estimate.main, f"{GPT2} --gpu t4 --bsz 1 --amp bf16")
-    assert "bf16" not in output_of(estimate.main, f"{GPT2} --gpu t4 --bsz 1")
 
 
 def test_collectives_by_hand():
@@ -715,7 +632,7 @@ def test_collectives_by_hand():
     assert collective_time("all_to_all", 8e3, 8, 8, H100) == pytest.approx(8.4e-6 + 7e3 / 361e9)
 
 
-def test_command_line(output_of, estimated):
+def test_command_line(estimated):
     argv = f"{LLAMA} --gpu h200 --gpus 16 --bsz 2 --pt-compile --tokens 1e12 --usd-per-hour 2"
     e = estimated(argv)
     assert e["gpu"] == "H200 SXM" and e["parameters"] == 8_030_261_248 and e["global_batch"] == 32
@@ -726,8 +643,6 @@ def test_command_line(output_of, estimated):
     assert e["usd"] == pytest.approx(2 * 16 * 24 * e["days"])
     assert e["usd_per_million_tokens"] == pytest.approx(e["usd"] / 1e6)
     assert e["fits"] is (e["largest_bsz"] >= 2)
-    text = output_of(estimate.main, argv)
-    assert "fits" in text and "days" in text and "MFU" in text
 
 
 def test_largest_that_fits_is_the_edge(estimated):
@@ -736,27 +651,6 @@ def test_largest_that_fits_is_the_edge(estimated):
     assert edge > 1 and estimated([*base, edge])["verdict"] == "fits"
     assert estimated([*base, edge + 1])["verdict"] == "may not fit"
     assert not estimated([*base, 2 * edge], code=4)["fits"]
-
-
-STEPS = [
-    ("train.py", 1, "gpt2-125m", "--bsz 8"),
-    ("train_fsdp.py", 16, "cs336-medium", "--bsz 1"),  # waits for the host
-    ("train_ddp.py", 64, "gpt2-1.5b", "--bsz 4"),
-    ("train_ddp.py", 64, "gpt2-1.5b", "--bsz 1 --grad-acc-steps 2"),
-    ("train_fsdp.py", 8, "llama-3.1-8b", "--bsz 2 --tp 2"),  # waited -1.7e-17 s for the host
-    ("train_fsdp.py", 64, "llama-3.1-8b", "--bsz 2 --sac-freq 1/1"),
-    ("train_fsdp.py", 9, "llama-3.1-8b", "--bsz 1 --grad-acc-steps 2"),
-    ("train_fsdp.py", 64, "llama-3.1-70b", "--bsz 1 --sac-freq 1/2 --tp 8"),
-    ("train_fsdp.py", 64, "qwen3-30b-a3b", "--bsz 1 --ep 8"),
-    ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --grad-acc-steps 16"),
-    ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --pp-virtual 4 --grad-acc-steps 16"),
-    ("train_ddp.py", 8, "gpt2-1.5b", "--bsz 1 --grad-acc-steps 7"),
-    ("train_fsdp.py", 8, "llama-3.1-8b", "--bsz 1 --grad-acc-steps 9 --reduce-last"),
-    ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --grad-acc-steps 37"),
-    ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --pp-virtual 4 --grad-acc-steps 40"),
-    ("train_pp.py", 10, "llama-3.1-8b", "--bsz 1 --pp 5 --pp-virtual 2 --grad-acc-steps 40"),
-    ("train_pp.py", 16384, "llama-3.1-405b", "--bsz 1 --pp 16 --tp 8 --pp-virtual 4 --global-bsz 2048"),
-]  # fmt: skip
 
 
 def test_measured_here_against_the_formula(tmp_path):
@@ -802,13 +696,14 @@ def timeline(work, gpu) -> tuple[list[Event], float]:
     return clock.events, seconds * clock.slowest
 
 
-@pytest.mark.parametrize(("script", "gpus", "model", "flags"), STEPS, ids=lambda v: str(v)[:40])
-def test_a_step_of_many_micro_batches_is_as_its_events(script, gpus, model, flags):
+@pytest.mark.parametrize("setting", rows_of("step_settings.txt"))
+def test_a_step_of_many_micro_batches_is_as_its_events(setting):
     """All events against a few that are repeated; no stream does two things at once. Its parts add
     up to the step."""
+    script, gpus, model, flags = setting.split(maxsplit=3)
     seq_len = 4096 if model.startswith("llama") else 1024
     compiled = "" if model == "cs336-medium" else "--pt-compile"
-    work = work_of(f"{model}.json --seq-len {seq_len} {compiled} {flags}", script, gpus)
+    work = work_of(f"{model}.json --seq-len {seq_len} {compiled} {flags}", script, int(gpus))
     estimate = estimate_speed(work, H100)
     parts = estimate.parts | {"hidden communication": 0.0}
     assert min(parts.values()) >= 0

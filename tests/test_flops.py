@@ -196,15 +196,11 @@ def test_padding_is_no_useful_work():
 
 @pytest.mark.parametrize(
     ("name", "seq_len", "tokens_per_s", "tflops", "head_dim"),
-    [
-        ("qwen3-30b-a3b", 4096, 12040, 277, 128),
-        ("deepseek-v3", 4096, 1002, 250, 192),
-        ("llama-3.1-70b", 8192, 867, 389, 128),
-        # Their table agrees with hidden size / heads in place of gpt-oss's own heads of 64.
-        ("gpt-oss-20b", 4096, 13058, 279, 45),
-        ("gpt-oss-120b", 4096, 7626, 231, 45),
-    ],
-)
+    [("qwen3-30b-a3b", 4096, 12040, 277, 128), ("deepseek-v3", 4096, 1002, 250, 192),
+     ("llama-3.1-70b", 8192, 867, 389, 128),
+     # Their table agrees with hidden size / heads in place of gpt-oss's own heads of 64.
+     ("gpt-oss-20b", 4096, 13058, 279, 45), ("gpt-oss-120b", 4096, 7626, 231, 45)],
+)  # fmt: skip
 def test_published_rates_have_these_flops(name, seq_len, tokens_per_s, tflops, head_dim):
     """NeMo Automodel's performance summary of H100s, whose convention is `causal`; to 0.5 %."""
     shape = dataclasses.replace(load_config(f"configs/{name}.json"), head_dim=head_dim)

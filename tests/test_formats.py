@@ -266,19 +266,6 @@ def test_a_gathered_input_is_gathered_beside_a_product():
     assert kept == [x.numel(), weight.numel()]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "capability", "message"),
-    [("mxfp8", (9, 0), r"mxfp8: some GPU has compute capability 9.0, and 10.0 is needed"),
-     ("rowwise", (8, 9), r"8.9, and 9.0 is needed; use --fp8-recipe tensorwise"),
-     ("nvfp4", (10, 0), r"only emulates it here; use --fp8-backend te")],
-)  # fmt: skip
-def test_devices_without_a_format_are_refused(recipe, capability, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with pytest.raises(UsageError, match=message):
-        torchao._check_device(torch.device("cuda"), recipe)
-
-
 def test_an_older_torchao_is_refused_for_what_it_lacks():
     with pytest.raises(UsageError, match=r"mxfp8: torchao 0.15.0 has no such matmuls; 0.18 has"):
         torchao._check_version("0.15.0", "mxfp8")

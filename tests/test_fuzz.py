@@ -5,6 +5,7 @@ import math
 import os
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 import compare
 import estimate
@@ -20,9 +21,24 @@ BENCHMARK = json.loads((ROOT / "tests/logs/automodel-benchmark.json").read_text(
 DEEP = "[" * 100_000
 
 
+LONG = "LLM_TRAIN_BENCH_FUZZ" in os.environ  # make fuzz
+SLOW = ("experiment", "run", "again")  # YAML in plain Python
+
+
 @pytest.mark.parametrize("kind", [*fuzz.kinds()])
-def test_any_spoilt_file(kind, tmp_path):
-    fuzz.attack(kind, 4 if ":" in kind or kind in fuzz.SLOW else 60, tmp_path)
+def test_any_spoilt_file(kind):
+    ending, rights, _ = fuzz.kinds()[kind]
+    for right in rights:
+        fuzz.read_file(kind, right, whole=True)
+    cases = 4 if ":" in kind or kind in SLOW else 60
+
+    @settings(max_examples=cases * (50 if LONG else 1), derandomize=not LONG, deadline=None,
+              suppress_health_check=[*HealthCheck], report_multiple_bugs=False)  # fmt: skip
+    @given(fuzz.spoilt(rights, ending))
+    def check(data):
+        fuzz.read_file(kind, data)
+
+    check()
 
 
 FOUND = [
@@ -34,20 +50,21 @@ FOUND = [
     ("gate:result", {"environment": {"image": {"name": 7}, "libraries": [1]}}),
     ("gate:result", {"device": {"count": 0}}),
     ("trace:run", {"profile": {"matmul_flops": "x", "matmul_tflops": 1}}),
+    ("trace", {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 5, "dur": 0}]}),
+    ("sweep:rows", [{"key": "k", "model": "m", "axes": {}, "status": "failed", "script": []}]),
     ("doctor:amd", {"card0": {"VRAM Total Memory (B)": 7, "Card Series": "\x1b[2J"}, "system": 7}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "content"), FOUND, ids=lambda x: x if isinstance(x, str) else "")
-def test_what_the_fuzzer_found(kind, content, tmp_path):
-    ending, rights, read = fuzz.kinds()[kind]
+def test_what_the_fuzzer_found(kind, content):
+    rights = fuzz.kinds()[kind][1]
     if kind in ("gate:result", "trace:run"):
         whole = json.loads(rights[0])
         content = {k: whole[k] | v if isinstance(whole[k], dict) else v for k, v in content.items()}
         content = whole | content
     lines = content if isinstance(content, list) else [content]
-    (tmp_path / f"x{ending}").write_text("\n".join(map(json.dumps, lines)))
-    assert list(fuzz.complaints(read, tmp_path / f"x{ending}")) == []
+    fuzz.read_file(kind, "\n".join(map(json.dumps, lines)).encode())
 
 
 READERS = {  # a tool, and the words before and after the file
@@ -87,6 +104,34 @@ def test_a_foreign_file_is_one_line(name, text, reader, tmp_path, refused):
         path.write_text(text)
     message = str(path) if text is not None else "is no plain file"
     assert len(refused(main, message, before, path, after)) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [("result.json", "compare"), ("x.log", "compare"), ("x.csv", "compare"), ("x.jsonl", "compare"),
+     ("x.json", "baseline"), ("result.json", "gate"), ("result.json", "calibrate"),
+     ("config.json", "config"), ("run.yaml", "from"), ("result.json", "from"), ("e.yaml", "sweep"),
+     ("x.json", "trace")],
+)  # fmt: skip
+def test_a_file_of_8_gib_of_nothing_is_not_read_whole(name, reader, tmp_path, refused):
+    path, (main, before, after) = tmp_path / name, READERS[reader]
+    with path.open("wb") as f:
+        f.truncate(8 * 2**30)
+    refused(main, "is larger than" if reader != "trace" else "", before, path, after)
+
+
+def test_numbers_that_no_float_holds_and_facts_of_wrong_types(tmp_path, refused):
+    tiny = json.loads((ROOT / "configs/llama-tiny.json").read_text())
+    for key in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"):
+        for value in (10**400, 10**300):
+            (tmp_path / "config.json").write_text(json.dumps(tiny | {key: value}))
+            refused(estimate.main, f"{tmp_path}/config.json: {key}", tmp_path, "--gpu h100")
+    whole = json.loads(fuzz.PLAIN.read_text())
+    for name, value in (("libraries", [1]), ("settings", "x"), ("image", 7), ("cpu_count", "many")):
+        environment = whole["environment"] | {name: value}
+        content = json.dumps(whole | {"environment": environment}).encode()
+        for kind in ("result", "compare:result", "gate:result"):
+            fuzz.read_file(kind, content)
 
 
 def test_printable():

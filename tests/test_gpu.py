@@ -30,15 +30,8 @@ from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
-from tests.helpers import (
-    ROOT,
-    only_result,
-    plan_of,
-    read_steps,
-    remark_texts,
-    run_train,
-    write_config,
-)
+from tests import helpers
+from tests.helpers import ROOT, only_result, plan_of, read_steps, remark_texts, run_train
 from tests.test_combinations import ONLY_ON_A_GPU
 from tests.test_combinations import flags as cell_flags
 from tests.test_combinations import name as cell_name
@@ -162,7 +155,7 @@ ALIKE = {
 def test_a_model_learns_alike_by_every_path(case, tmp_path):
     of, changes, tolerance, common, *flags = ALIKE[case]
     values = json.loads((ROOT / f"configs/{of}.json").read_text()) | changes
-    argv = [write_config(tmp_path, values), *FLAGS, *common.split()]
+    argv = [helpers.write_config(tmp_path, values), *FLAGS, *common.split()]
     right, *others = each(tmp_path, argv, *flags)
     for other in others:
         assert_alike(other, right, tolerance)

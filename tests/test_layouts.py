@@ -47,31 +47,25 @@ def test_a_layout_is_equal_to_one_device_unless_it_is_broken(name, finished, rec
     assert len(set(draws)) == len(draws) == layouts.CASES[name].ranks
 
 
-def beside(events: list[str], exchange: str) -> list[int]:
-    """Matmuls between each exchange and the next wait."""
-    found = []
-    for i, event in enumerate(events):
-        if event == exchange:
-            rest = [e.removeprefix("backward ") for e in events[i + 1 :]]
+def beside(run, exchange: str) -> list[int]:
+    """Matmuls between each exchange and the next wait, in a trace's order."""
+    events, found = facts_of(run)["events"], []
+    for i in [i for i, event in enumerate(events) if event == exchange]:
+        rest = [e.removeprefix("backward ") for e in events[i + 1 :]]
+        if "wait_tensor" in rest:  # else the list has ended
             found.append(sum(e.endswith("mm") for e in rest[: rest.index("wait_tensor")]))
     return found
 
 
-def test_tensor_parallel_exchanges_run_beside_products(finished):
-    """In a trace's order: backward gathers inputs beside one product, and scatters beside the other."""
-    events = facts_of(finished / "tp2-biases")["events"]
-    events = events[: len(events) - events[::-1].index("wait_tensor")]
+def test_exchanges_run_beside_products(finished):
+    """Backward gathers inputs beside one product, and scatters beside the other."""
     for exchange in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        assert set(beside(events, exchange)) == {0}  # what comes next needs them
-        during = beside(events, f"backward {exchange}")
+        assert set(beside(finished / "tp2-biases", exchange)) == {0}  # what comes next needs them
+        during = beside(finished / "tp2-biases", f"backward {exchange}")
         assert {0, 1} == set(during) and sum(during) > 12, exchange
-
-
-def test_rows_of_experts_travel_beside_the_shared_expert(finished):
-    events = facts_of(finished / "ep2-deepseek-bf16")["events"]
-    events = events[: len(events) - events[::-1].index("wait_tensor")]
     for exchange in ("all_to_all_single", "backward all_to_all_single"):
-        assert max(beside(events, exchange)) >= 2, exchange
+        # Rows of experts travel beside the shared expert.
+        assert max(beside(finished / "ep2-deepseek-bf16", exchange)) >= 2, exchange
 
 
 def test_the_host_waits_once_for_rows_of_a_layer_and_micro_batch(finished):
@@ -93,14 +87,11 @@ def test_with_capacity_the_host_waits_once_a_step(finished):
     assert waits == reads  # nothing else waits
 
 
-@pytest.mark.parametrize(
-    ("capacity", "k", "room"),
-    # A token goes to one of two ranks with probability 1/2 for k = 1, and 5/6 for k = 2.
-    [(1.2, 1, (60, 120)), (1.0, 2, (84, 200)), (1.1, 2, (92, 221)), (3.0, 2, (100, 400)),
-     (2.0, 4, (100, 400))],
-)  # fmt: skip
-def test_capacity_is_a_factor_of_equal_shares_up_to_all_that_can_come(capacity, k, room):
-    assert Fsdp(2, ep=2, ep_capacity=capacity).expert_room(100, k, 4) == room
+def test_capacity_is_a_factor_of_equal_shares_up_to_all_that_can_come():
+    """A token goes to one of two ranks with probability 1/2 for k = 1, and 5/6 for k = 2."""
+    cases = (1.2, 1), (1.0, 2), (1.1, 2), (3.0, 2), (2.0, 4)
+    rooms = [Fsdp(2, ep=2, ep_capacity=factor).expert_room(100, k, 4) for factor, k in cases]
+    assert rooms == [(60, 120), (84, 200), (92, 221), (100, 400), (100, 400)]
 
 
 class Roomy(layout.Layout):
@@ -232,9 +223,8 @@ def test_balanced_routing_is_the_same_on_every_layout():
         for rank in range(tp * cp):
             part = RankLayout(Fsdp(shards=tp * cp, tp=tp, cp=cp, ulysses=cp == 2), rank)
             at = part.places(12, torch.device("cpu")).own
-            assert torch.equal(
-                experts._in_turn(3, 12, e, part, at.device), whole[:, at].flatten(0, 1)
-            )
+            own = experts._in_turn(3, 12, e, part, at.device)
+            assert torch.equal(own, whole[:, at].flatten(0, 1))
             mlp.layout = part
             torch.testing.assert_close(mlp(x[:, at]), y[:, at])
 

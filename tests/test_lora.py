@@ -19,9 +19,7 @@ from tests.helpers import FAMILIES, config, plan_of, remark_texts, trained, word
 from tests.test_parity import reference, some_tokens
 
 T, CPU = 24, torch.device("cpu")
-FAMILIES_WITH = (
-    "llama qwen2 qwen3 mistral phi3 gemma3_text olmo3 deepseek_v3 glm4_moe gpt_oss".split()
-)
+ADAPTED = "llama qwen2 qwen3 mistral phi3 gemma3_text olmo3 deepseek_v3 glm4_moe gpt_oss".split()
 
 
 def adapted(family, targets, weights=None, rank=4, alpha=6.0):
@@ -39,7 +37,7 @@ def adapted(family, targets, weights=None, rank=4, alpha=6.0):
 
 
 @pytest.mark.parametrize("targets", ["all", "q_proj,v_proj"])
-@pytest.mark.parametrize("family", FAMILIES_WITH)
+@pytest.mark.parametrize("family", ADAPTED)
 def test_loss_and_gradients_are_those_of_peft(family, targets, tmp_path):
     """peft opens what we write; transformers' model with it has our loss and our gradients."""
     if family in ("phi3", "deepseek_v3") and targets != "all":
@@ -92,22 +90,15 @@ def test_flops_are_those_that_torch_counts(family, targets, monkeypatch):
     assert nemo_lora_flops_per_token(work) == pytest.approx(expected)
 
 
-RUN = "--device cpu --seq-len 24 --bsz 2 --n-steps 3 --warmup-steps 1 --lora-rank 4".split()
+RUN = "--device cpu --seq-len 24 --bsz 2 --n-steps 3 --warmup-steps 1 --lora-rank 4 --export "
+RUN += "--lr 1e-2 --lr-warmup-steps 0"
 
 
-@pytest.mark.parametrize(
-    "flags", ["--amp off", "--amp bf16", "--amp bf16 --lora-base fp32 --sac-freq 1/1"]
-)
+@pytest.mark.parametrize("flags", ["off", "bf16", "bf16 --lora-base fp32 --sac-freq 1/1"])
 def test_a_run_trains_adapters_alone_and_exports_them(flags, tmp_path):
-    run = trained(
-        tmp_path / "runs",
-        "tests/configs/llama.json",
-        RUN,
-        flags,
-        "--export --lr 1e-2 --lr-warmup-steps 0",
-    )
+    run = trained(tmp_path / "runs", "tests/configs/llama.json", RUN, "--amp", flags)
     m, (note,) = run["metrics"], [n for n in remark_texts(run) if n.startswith("LoRA")]
-    base = "bf16" if flags == "--amp bf16" else "fp32"
+    base = "bf16" if flags == "bf16" else "fp32"
     assert f"trained in fp32, all others frozen in {base}" in note
     assert m["final_loss"] < m["first_loss"] + 0.2 and m["flops_per_token_nemo"]
     (export,) = (tmp_path / "runs").glob("*/export")

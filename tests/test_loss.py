@@ -6,14 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_train_bench.model.loss import (
-    LinearCrossEntropy,
-    aligned_weight,
-    chunk_rows,
-    in_few_passes,
-    logits_loss,
-    parted_loss,
-)
+from llm_train_bench.model import loss as head
+from llm_train_bench.model.loss import LinearCrossEntropy, chunk_rows
 from tests.helpers import python
 
 N, D, V = 75, 32, 211
@@ -45,10 +39,10 @@ def test_gradients_of_logits_have_aligned_rows(compiled):
     hidden, weight, labels = (t.detach() for t in tensors())
     fn = LinearCrossEntropy(V).chunk_fn
     fn = torch.compile(fn, backend="aot_eager") if compiled else fn
-    wide = aligned_weight(weight, torch.bfloat16)
+    wide = head.aligned_weight(weight, torch.bfloat16)
     assert wide.shape == (216, D) and torch.equal(wide[:V], weight.bfloat16())
     assert not wide[V:].any()  # they meet gradients of 0, and NaN would stay
-    losses, grad = fn(hidden @ aligned_weight(weight, torch.float32).t(), labels, V)
+    losses, grad = fn(hidden @ head.aligned_weight(weight, torch.float32).t(), labels, V)
     plain = F.cross_entropy(hidden @ weight.t(), labels, reduction="none")
     torch.testing.assert_close(losses, plain)
     assert grad.shape == (N, 212) and not grad[:, V:].any()
@@ -67,7 +61,7 @@ def test_few_passes_are_exact_in_every_format(converts, dtype):
     exact = logits.double()
     grad = exact.softmax(-1)
     grad[torch.arange(64), target[:, 0]] -= 1
-    losses, low = in_few_passes(logits, logits, target, target < 0, converts)
+    losses, low = head.in_few_passes(logits, logits, target, target < 0, converts)
     assert low.dtype == dtype and low.data_ptr() == logits.data_ptr()
     plain = F.cross_entropy(exact, target[:, 0], reduction="none")
     assert losses.dtype == torch.float32
@@ -190,14 +184,14 @@ def test_ranks_with_parts_of_the_vocabulary_have_the_loss_of_all(missing, dtype)
     V, parts, n = 21, ((0, 11), (11, 21)), 40
     logits, labels = torch.randn(n, V, dtype=dtype), torch.randint(V, (n,))
     labels[3] = -100
-    expected, expected_grad = logits_loss(logits.clone(), labels, V, masks=True)
+    expected, expected_grad = head.logits_loss(logits.clone(), labels, V, masks=True)
     own = [torch.cat((logits[:, a:b], logits.new_full((n, missing), 9.0)), 1) for a, b in parts]
     top = torch.stack([x[:, : b - a].amax(1) for x, (a, b) in zip(own, parts, strict=True)]).amax(0)
     sums: list[torch.Tensor] = []
     for joins in (False, True):  # first each rank's sums, then with those of all
         given = lambda x, j=joins: torch.stack(sums).sum(0) if j else (sums.append(x), x)[1]  # noqa: E731
         made = [
-            parted_loss(given, lambda x: top.float(), a, x.clone(), labels, b - a, masks=True)
+            head.parted_loss(given, lambda x: top.float(), a, x.clone(), labels, b - a, masks=True)
             for x, (a, b) in zip(own, parts, strict=True)
         ]
     for (loss, grad), (a, b) in zip(made, parts, strict=True):

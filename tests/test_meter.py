@@ -27,17 +27,8 @@ from llm_train_bench.model.json_keys import ConfigError
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import meter as meter_module
 from llm_train_bench.run.meter import Meter
-from tests.helpers import (
-    FAMILIES,
-    ROOT,
-    noted,
-    only_result,
-    python,
-    read_steps,
-    remark_texts,
-    trained,
-    words,
-)
+from tests.helpers import FAMILIES, ROOT, noted, only_result, python, read_steps, trained, words
+from tests.processes import forked
 
 TINY = str(ROOT / "configs/gpt2-tiny.json")
 SMALL = {"tokens_per_step": 32, "warmup_steps": 2, "n_steps": 3}
@@ -88,11 +79,10 @@ def test_a_loop_has_the_figures_of_train_py(tmp_path):
     same = ("flops_per_token_palm", "flops_per_token_causal", "n_measured_steps")
     assert {k: theirs["metrics"][k] for k in same} == {k: own["metrics"][k] for k in same}
     assert theirs["batch"]["global_batch"] == 2 and theirs["batch"]["seq_len"] == 32
-    assert theirs["metrics"]["tokens_per_sec"] == pytest.approx(
-        3 * 64 / sum(theirs["step_times_s"])
-    )
-    ideal = theirs["metrics"]["tokens_per_sec"] * theirs["metrics"]["flops_per_token_palm"] / 1e12
-    assert theirs["metrics"]["model_tflops_per_gpu"] == pytest.approx(ideal)
+    m = theirs["metrics"]
+    assert m["tokens_per_sec"] == pytest.approx(3 * 64 / sum(theirs["step_times_s"]))
+    ideal = m["tokens_per_sec"] * m["flops_per_token_palm"] / 1e12
+    assert m["model_tflops_per_gpu"] == pytest.approx(ideal)
     # One product of each linear layer and the head forward, and two backward (but not the first's).
     assert sum(theirs["observed"]["matmuls"].values()) == sum(own["observed"]["matmuls"].values())
     assert not noted(theirs, "fallback")
@@ -119,10 +109,9 @@ def test_step_times_add_up_and_hold_the_time_between_steps(tmp_path):
     assert all(s["step_time_s"] >= 0.04 and s["backward_time_s"] is None for s in steps)
     assert sum(s["step_time_s"] for s in steps) <= elapsed
     assert r["metrics"]["window_s"] == pytest.approx(sum(s["step_time_s"] for s in steps[2:]))
-    assert r["metrics"]["model_tflops_per_gpu"] == pytest.approx(
-        r["metrics"]["tokens_per_sec"] / 1e6
-    )
-    assert r["metrics"]["flops_per_token_causal"] is r["metrics"]["mfu_causal"] is None
+    m = r["metrics"]
+    assert m["model_tflops_per_gpu"] == pytest.approx(m["tokens_per_sec"] / 1e6)
+    assert m["flops_per_token_causal"] is m["mfu_causal"] is None
 
 
 def test_the_device_is_waited_for_at_the_windows_ends_alone(measured, monkeypatch):
@@ -132,27 +121,20 @@ def test_the_device_is_waited_for_at_the_windows_ends_alone(measured, monkeypatc
     assert set(waited) <= {2, 5, 6} and {2, 5} <= set(waited)
 
 
-def test_a_failure_leaves_what_was_measured(tmp_path, measured):
+@pytest.mark.parametrize("at, n", [(4, 2), (5, 3)], ids=["measured", "traced"])
+def test_a_failure_leaves_what_was_measured(at, n, tmp_path, measured):
+    """That of the loop is no other's in the traced step."""
+
     def broken(step, i):
         step.loss = 2.5
-        if i == 4:
+        if i == at:
             raise ValueError("the loader broke")
 
     with pytest.raises(ValueError, match="the loader broke"):
         measured(9, broken)
     r = only_result(tmp_path)
     assert r["status"] == "failed" and r["error"] == "ValueError: the loader broke"
-    assert r["metrics"]["n_measured_steps"] == 2 and len(read_steps(tmp_path)) == 4
-
-
-def test_a_failure_in_the_traced_step_is_the_loops(tmp_path, measured):
-    def broken(step, i):
-        if i == 5:
-            raise KeyError("key")
-
-    with pytest.raises(KeyError):
-        measured(9, broken)
-    assert only_result(tmp_path)["metrics"]["n_measured_steps"] == 3
+    assert r["metrics"]["n_measured_steps"] == n and len(read_steps(tmp_path)) == n + 2
 
 
 @pytest.mark.parametrize("steps, measured_steps, note", [
@@ -167,7 +149,7 @@ def test_a_loop_of_any_length(measured, tmp_path, steps, measured_steps, note):
     r = measured(steps, lambda step, i: embed(torch.arange(8).view(2, 4)).sum().backward())
     assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == measured_steps
     assert len(read_steps(tmp_path)) == min(steps, 5)
-    assert note is None or note in remark_texts(r)
+    assert note is None or noted(r, note)
     assert (r["observed"] is not None) == (steps > 5)
     if steps > 5:  # no attention ran, and the look-up has four tokens a sample
         assert r["observed"]["attention"] == {"forward": [], "backward": []}
@@ -178,13 +160,6 @@ def test_losses_that_are_unknown_and_not_finite(tmp_path):
     assert read_result(measure(tmp_path, 6)).invalid == []
     path = measure(tmp_path, 6, lambda step, i: setattr(step, "loss", torch.tensor(float("nan"))))
     assert read_result(path).invalid == ["loss not finite"]
-
-
-def test_steps_of_unequal_numbers_of_tokens(measured, tmp_path):
-    r = measured(6, lambda step, i: setattr(step, "tokens", 10 * (i + 1)), tokens_per_step=None)
-    assert [s["tokens"] for s in read_steps(tmp_path)] == [10, 20, 30, 40, 50]
-    assert r["batch"]["tokens_per_step"] == 40
-    assert r["metrics"]["tokens_per_sec"] == pytest.approx(120 / r["metrics"]["window_s"])
 
 
 def test_an_evaluation_between_steps_belongs_to_none(tmp_path):
@@ -200,17 +175,12 @@ def test_an_evaluation_between_steps_belongs_to_none(tmp_path):
     assert read_result(path).invalid == ["evaluated in the window"]
 
 
-def test_runs_are_repeats_if_their_settings_are_equal(tmp_path, monkeypatch):
-    """Without settings the words of the command line tell."""
+def test_runs_without_settings_are_repeats_if_their_words_are_equal(tmp_path, monkeypatch):
     keys = []
-    for argv, settings in (
-        ("a.py --lr 1", None), ("a.py --lr 1", None), ("a.py --lr 2", None),
-        ("a.py --out x", {"lr": 1}), ("a.py --out y", {"lr": 1}), ("a.py", {"lr": 2}),
-    ):  # fmt: skip
+    for i, argv in enumerate(("a.py --lr 1", "a.py --lr 1", "a.py --lr 2")):
         monkeypatch.setattr(sys, "argv", argv.split())
-        path = measure(tmp_path, run_name=f"r{len(keys)}", settings=settings)
-        keys.append(identity(record_of(path)))
-    assert keys[0] == keys[1] and keys[3] == keys[4] and len(set(keys)) == 4
+        keys.append(identity(record_of(measure(tmp_path, run_name=f"r{i}"))))
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize("options, error", [
@@ -244,28 +214,44 @@ def test_bad_arguments_are_one_line(tmp_path, options, error):
 
 
 def test_bad_use_is_one_line(tmp_path, monkeypatch):
-    meter = Meter(TINY, output_dir=tmp_path, run_name="once", quiet=True, **SMALL)
-    with pytest.raises(UsageError, match="enter the meter first"), meter.step():
-        pass
-    with meter, meter.step() as step:
-        with pytest.raises(UsageError, match="not nested"), meter.step():
+    def refused(message: str, context) -> None:
+        with pytest.raises(UsageError, match=message), context:
             pass
-        with pytest.raises(UsageError, match="is not data, forward, backward"), meter.part("loss"):
-            pass
-        with meter.part("forward"):
-            with pytest.raises(UsageError, match="parts are not nested"), meter.part("backward"):
-                pass
-            with pytest.raises(UsageError, match="a step has not ended"):
-                meter.paused("save")
-        step.loss = 1.0
-    again = Meter(TINY, output_dir=tmp_path, run_name="once", quiet=True, **SMALL)
-    with pytest.raises(UsageError, match="exists already"), again:
+
+    def meter_of(**options) -> Meter:
+        return Meter(TINY, output_dir=tmp_path, quiet=True, **SMALL | options)
+
+    one, two = meter_of(run_name="once"), meter_of()
+    refused("enter the meter first", one.step())
+    with one:
+        refused("another one is open in this process", two)
+        refused("call it inside a step", one.part("forward"))
+        with pytest.raises(UsageError, match="'checkpoint' is not evaluation or save"):
+            one.paused("checkpoint")
+        with one.step() as step:
+            refused("not nested", one.step())
+            refused("is not data, forward, backward", one.part("loss"))
+            with one.part("forward"):
+                refused("parts are not nested", one.part("backward"))
+                with pytest.raises(UsageError, match="a step has not ended"):
+                    one.paused("save")
+            with pytest.raises(UsageError, match="steps are not nested"):
+                one.paused("save")
+            step.loss = 1.0
+    refused("the meter has ended", one.step())
+    refused("cannot be used twice", one)
+    refused("exists already", meter_of(run_name="once"))
+    with two, two.step():
         pass
-    two = Meter(TINY, output_dir=tmp_path, run_name="two", quiet=True, **SMALL)
-    with pytest.raises(UsageError, match="a step's loss has 2 elements"), two, two.step() as step:
+    same_second = meter_of()  # under another name
+    two_losses = pytest.raises(UsageError, match="a step's loss has 2 elements")
+    with two_losses, same_second, same_second.step() as step:
         step.loss = torch.zeros(2)
+    assert len(list(tmp_path.iterdir())) == 3
     with pytest.raises(ConfigError, match="no such file"):
         Meter("no-model.json", **SMALL)
+    path = measure(tmp_path, config=None, name="meta-llama/Llama")
+    assert path.parents[1] == tmp_path
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="a launcher started 2 ranks"):
@@ -327,7 +313,7 @@ def test_the_trainer_evaluates_in_the_window_and_frozen_parameters_have_no_flops
     trainer_of(tmp_path / "runs", model, 1, 3, 5, **options)[0].train()
     r = only_result(tmp_path / "runs")
     assert r["metrics"]["window_evaluations"] == 1 and r["metrics"]["flops_per_token_palm"] is None
-    assert "FLOPs are unknown: some parameters are frozen; pass flops_per_token" in remark_texts(r)
+    assert noted(r, "FLOPs are unknown: some parameters are frozen; pass flops_per_token")
     assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
 
 
@@ -362,7 +348,7 @@ def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monke
     r = only_result(tmp_path / "runs")
     assert r["status"] == "failed" and r["error"] == error
     assert r["metrics"]["n_measured_steps"] == 2 and r["metrics"]["mfu"] is None
-    assert any("FLOPs are unknown" in note and "model_type" in note for note in remark_texts(r))
+    assert noted(r, "FLOPs are unknown") and noted(r, "model_type")
 
 
 @pytest.mark.parametrize("command, ranks", [
@@ -370,7 +356,8 @@ def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monke
     ("-m torch.distributed.run --nproc-per-node 2 examples/accelerate_loop.py", 2),
 ])  # fmt: skip
 def test_examples_measure_what_they_run(tmp_path, command, ranks):
-    python(command.replace("examples", f"{ROOT}/examples"), TINY, cwd=tmp_path)
+    start = python if ranks > 1 else forked  # accelerate finds no other rank in a forked process
+    start(command.replace("examples", f"{ROOT}/examples"), TINY, cwd=tmp_path)
     r = only_result(tmp_path / "runs")
     tokens = {1: 4 * 128, 2: 4 * 128 * 2 * 2}[ranks]
     flags = "--device cpu --amp off --bsz 1 --seq-len 128 --n-steps 1"
@@ -403,28 +390,6 @@ def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):
     assert invalid == ["a profiler was on in the window"]
 
 
-def test_one_meter_at_a_time_and_each_once(tmp_path):
-    one, two = (Meter(TINY, output_dir=tmp_path, quiet=True, **SMALL) for _ in range(2))
-    with one:
-        with pytest.raises(UsageError, match="another one is open in this process"), two:
-            pass
-        with pytest.raises(UsageError, match="call it inside a step"), one.part("forward"):
-            pass
-        with pytest.raises(UsageError, match="'checkpoint' is not evaluation or save"):
-            one.paused("checkpoint")
-        with one.step(), pytest.raises(UsageError, match="steps are not nested"):
-            one.paused("save")
-    with pytest.raises(UsageError, match="the meter has ended"), one.step():
-        pass
-    with pytest.raises(UsageError, match="cannot be used twice"), one:
-        pass
-    with two, two.step():  # of the same second, under another name
-        pass
-    assert len(list(tmp_path.iterdir())) == 2
-    path = measure(tmp_path, config=None, name="meta-llama/Llama")
-    assert path.parents[1] == tmp_path
-
-
 WHOLE, NUMBER = "must be a whole number from 1", "must be a number"
 
 
@@ -445,7 +410,7 @@ def test_what_a_step_tells_is_a_number_of_any_library(tmp_path, name, value, err
         meter_module.MeterStep().token = 3
 
 
-def test_steps_of_other_sizes_have_the_rates_of_their_tokens(measured):
+def test_steps_of_other_sizes_have_the_rates_of_their_tokens(measured, tmp_path):
     """A last, smaller step does not hide the samples' length, and samples/s follow from the tokens."""
     embed = nn.Embedding(9, 4)
 
@@ -453,8 +418,10 @@ def test_steps_of_other_sizes_have_the_rates_of_their_tokens(measured):
         step.tokens = 32 if i == 4 else 64
         embed(torch.zeros(2, 16, dtype=torch.long))
 
-    r = measured(7, body, tokens_per_step=9999)
+    r = measured(7, body, tokens_per_step=None)
     m = r["metrics"]
+    assert [s["tokens"] for s in read_steps(tmp_path)] == [64, 64, 64, 64, 32]
+    assert r["batch"]["tokens_per_step"] == 53
     assert r["batch"]["seq_len"] == 16 and r["batch"]["global_batch"] is None  # 53.3 tokens a step
     assert m["flops_per_token_palm"] == flops_per_token(load_config(TINY), 16, False)
     assert m["tokens_per_sec"] == pytest.approx((64 + 64 + 32) / m["window_s"])
@@ -473,12 +440,9 @@ def test_a_generator_or_a_program_that_ends_has_not_failed(tmp_path):
             break
     for code, status in ((0, "ok"), (3, "failed")):
         out = tmp_path / str(code)
-        with pytest.raises(SystemExit), Meter(output_dir=out, quiet=True, **SMALL) as meter:
-            while not meter.done:
-                with meter.step():
-                    pass
-            sys.exit(code)
-        assert only_result(tmp_path / str(code))["status"] == status
+        with pytest.raises(SystemExit):
+            measure(out, 5, lambda step, i, code=code: sys.exit(code) if i == 4 else None)
+        assert only_result(out)["status"] == status
     r = only_result(tmp_path / "generator")
     assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == 3
 
@@ -514,9 +478,7 @@ def test_several_lengths_are_no_length(measured):
     assert noted(r, "samples of 16, 577 tokens were seen; give seq_len")
 
 
-def test_a_group_of_train_py_and_a_meter_is_named_by_what_both_know(
-    tmp_path, output_of, monkeypatch
-):
+def test_a_group_with_train_py_is_named_by_what_both_know(tmp_path, output_of, monkeypatch):
     secrets = ["--hf-token", "hf_SECRET", "--key=SECRET2", "https://u:SECRET3@host/x"]
     monkeypatch.setattr(sys, "argv", ["theirs.py", *secrets, '{"p": "/home/alice/z"}'])
     argv = "--device cpu --amp off --bsz 1 --seq-len 32 --n-steps 3 --warmup-steps 1"
@@ -624,10 +586,11 @@ def test_a_compiled_model_is_not_compiled_again_for_the_callback(tmp_path):
     assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
 
 
-def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of):
+def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of, monkeypatch):
     """Nobody knows whether they change what is learnt, so they refuse no comparison."""
     paths = []
     for compiled in (False, False, False, True, True, True):
+        monkeypatch.setattr(sys, "argv", ["a.py", "--out", f"x{len(paths)}"])
         # Our own flag n_workers tells no runs apart; this one is of their loop.
         settings = {"compile": compiled, "bsz": 8, "n_workers": int(compiled)}
         options = {"seq_len": 8, "run_name": f"r{len(paths)}", "settings": settings}

@@ -14,7 +14,7 @@ from benchmarks import collectives, on_gpu
 from llm_train_bench.base.hardware import devices, find_hardware
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.measure.collective_rates import COLLECTIVES
-from tests.helpers import ROOT, plan_of, python, write_config
+from tests.helpers import ROOT, plan_of, write_config
 from tests.processes import forked
 
 
@@ -142,7 +142,7 @@ def test_what_a_part_started_ends_with_its_time(tmp_path):
 
 def test_on_gpu_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     """One part of it. All take two minutes: python benchmarks/on_gpu.py."""
-    done = python("benchmarks/on_gpu.py mission --minutes 30 --output-dir", tmp_path / "out")
+    done = forked("benchmarks/on_gpu.py mission --minutes 30 --output-dir", tmp_path / "out")
     rows = json.loads((tmp_path / "out/mission.json").read_text())
     assert all("Transformer Engine" in row["run"] for row in rows if "left_out" in row)
     assert all(len(row["losses"]) == 3 for row in rows if "left_out" not in row)

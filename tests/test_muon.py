@@ -25,20 +25,6 @@ def gradients_of(model: Transformer) -> None:
     model(ids, ids).backward()
 
 
-@pytest.mark.parametrize("shape", [(48, 32), (32, 48), (16, 16)])
-def test_matrices_become_orthogonal_as_pytorchs_do(shape):
-    from torch.optim._muon import _zeropower_via_newtonschulz
-
-    torch.manual_seed(0)
-    batch = torch.randn(3, *shape)
-    made = orthogonal(batch)
-    for x, y in zip(batch, made, strict=True):
-        theirs = _zeropower_via_newtonschulz(x, (3.4445, -4.7750, 2.0315), 5, 1e-7).float()
-        assert (y - theirs).norm() < 0.1 * theirs.norm()  # theirs is in bf16
-        values = torch.linalg.svdvals(y)
-        assert values.min() > 0.6 and values.max() < 1.3
-
-
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_step_is_pytorchs_for_each_matrix(family, monkeypatch):
     """Queries, keys, values, gate, up and each expert are matrices of their own; both in fp32 here."""
@@ -71,13 +57,9 @@ def test_a_step_is_pytorchs_for_each_matrix(family, monkeypatch):
     optimizer = build_optimizer(model, MUON)
     assert isinstance(optimizer, Muon) and len(optimizer.exchange.own) == count
     optimizer.step()
-    for name, parameter in named.items():
-        step = parameter.detach() - before[name]
-        if name in expected:
-            theirs = expected[name] - before[name]
-            assert (step - theirs).norm() < 1e-3 * theirs.norm(), name
-        else:
-            assert step.abs().max() <= 1.1e-2 + 1e-3 * before[name].abs().max()
+    for name, after in expected.items():
+        step, theirs = named[name].detach() - before[name], after - before[name]
+        assert (step - theirs).norm() < 1e-3 * theirs.norm(), name
 
 
 def test_the_rest_takes_the_steps_of_adamw():

@@ -7,20 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import prepare_data
 from llm_train_bench.apply import data
-from llm_train_bench.base.documents import (
-    DrawnDocuments,
-    FileDocuments,
-    count_lengths,
-    index_path,
-    lengths_in,
-    make_packing,
-    read_ends,
-    read_lengths,
-    starts_of,
-)
+from llm_train_bench.base import documents
+from llm_train_bench.base.documents import index_path, make_packing, read_lengths, starts_of
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import Windows, open_tokens, write_tokens
 from llm_train_bench.formulas.flops import attended_keys, flops_per_token
@@ -155,48 +148,39 @@ def test_pieces_are_attention_under_a_mask(kernel, monkeypatch):
 
 def test_no_mask_is_larger_than_4096_squared():
     """Every tensor that a kernel makes on a rank of a million tokens, under fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
+    masks, flash = [], []
 
-    class Largest(TorchDispatchMode):
-        masks, calls = 0, 0
-
+    class Look(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(x, torch.Tensor) and x.ndim >= 2 and x.shape[-1] > 128:
-                    Largest.masks = max(Largest.masks, math.prod(x.shape[-2:]))
-            Largest.calls += "flash" in str(func)
+            made = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            sizes = [x.shape[-2:] for x in made if x.ndim >= 2 and x.shape[-1] > 128]
+            masks.extend(map(math.prod, sizes))
+            flash.extend(["flash"] * ("flash" in str(func)))
             return out
 
-    length, cp = 2**20, 16
-    chunk = length // (2 * cp)
+    length, chunk = 2**20, 2**20 // 32
     positions = torch.cat((torch.arange(chunk), torch.arange(length - chunk, length)))
     for window in (0, 128, 4096, 2**17):
-        pieces = [
-            (slice(0, 1), 0, piece.n, piece.low, piece.first)
-            for piece in itertools.islice(
-                piece_attention._pieces(
-                    1, length, None, positions, window,
-                    piece_attention._kernel(torch.empty(1), torch.empty(1), window)[1],
-                ), 4)
-        ]  # fmt: skip
-        with FakeTensorMode(), Largest():
-            for _, _, n, low, first in pieces:
+        rows = piece_attention._kernel(torch.empty(1), torch.empty(1), window)[1]
+        pieces = piece_attention._pieces(1, length, None, positions, window, rows)
+        sizes = [(p.n, p.first + p.n - p.low) for p in itertools.islice(pieces, 4)]
+        with FakeTensorMode(), Look():
+            for n, n_keys in sizes:
                 q = torch.empty(1, 8, n, 128, dtype=torch.bfloat16)
-                k = torch.empty(1, 1, first + n - low, 128, dtype=torch.bfloat16)
+                k = torch.empty(1, 1, n_keys, 128, dtype=torch.bfloat16)
                 piece_attention._hidden.cache_clear()
                 y, lse = piece_attention._Cpu.forward(q, k, k, window, 0.1)
                 piece_attention._Cpu.backward(y, q, k, k, y, lse, window, 0.1)
         piece_attention._hidden.cache_clear()
-    assert 0 < Largest.masks <= 4096**2 and Largest.calls > 8
+    assert 0 < max(masks) <= 4096**2 and len(flash) > 8
     counts = block_mask(length, None, torch.zeros(1, length, dtype=torch.int64), CPU)
     assert counts.kv_indices.numel() <= 4096**2
 
 
 def test_shares_of_documents_are_balanced():
     """By the keys that each rank's queries meet; a head and a tail alone would be far off."""
-    packing = DrawnDocuments(read_lengths("500,1.2"), 8192, 0)
+    packing = documents.DrawnDocuments(read_lengths("500,1.2"), 8192, 0)
     starts = torch.from_numpy(starts_of(packing.begins(np.arange(1))))
     keys = torch.arange(1, 8193) - starts[0]
     for cp in (2, 4, 8):
@@ -215,7 +199,7 @@ def test_lengths_are_drawn_from_a_list_or_a_lognormal(tmp_path):
     path.write_text("[7, 3, 3]")
     packing = make_packing("synthetic", "auto", 999, 5, str(path))
     begins = packing.begins(np.arange(300))
-    counts = dict(count_lengths(packing, range(300)))
+    counts = dict(documents.count_lengths(packing, range(300)))
     assert sum(n * count for n, count in counts.items()) == 300 * 999
     assert counts[3] / counts[7] == pytest.approx(2, rel=0.05)
     assert (begins == packing.begins(np.arange(300))).all()
@@ -227,9 +211,7 @@ def test_lengths_are_drawn_from_a_list_or_a_lognormal(tmp_path):
     assert np.log(table).std() == pytest.approx(1.2, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "text", ["x", "[]", "[0]", "[1.5]", "{}", "[true]", "0,1", "5,-1", "a,b", "nan,1"]
-)
+@pytest.mark.parametrize("text", words("x [] [0] [1.5] {} [true] 0,1 5,-1 a,b nan,1"))
 def test_lengths_that_are_none(text, tmp_path):
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -271,7 +253,7 @@ def test_prepared_files_have_an_index(fraction, tmp_path, capsys):
     assert len(files) == 1 + bool(fraction)
     for path in files:
         ends = np.load(index_path(path)).tolist()
-        by_token = read_ends(str(path), "auto", 0).tolist()
+        by_token = documents.read_ends(str(path), "auto", 0).tolist()
         assert ends == by_token + [len(open_tokens(path))] * (by_token[-1] != ends[-1])
 
 
@@ -294,13 +276,12 @@ def test_indices_that_belong_to_another_file_are_refused(tokens_file):
 
 def test_a_step_counts_its_own_labels_alone():
     """However its samples are dealt out, the mean over micro batches is the mean over labels."""
-    packing = DrawnDocuments(np.array([2, 3, 50]), 31, 0)
+    packing = documents.DrawnDocuments(np.array([2, 3, 50]), 31, 0)
     source = data.SyntheticTokens(97, 2, 31, 0, CPU)
     source.packing, source.global_batch = packing, 8
     for first_sample in (0, 3):
-        got = list(
-            data.batches(source, range(first_sample, first_sample + 24, 2), CPU, 0, first_sample)
-        )
+        samples = range(first_sample, first_sample + 24, 2)
+        got = list(data.batches(source, samples, CPU, 0, first_sample))
         for step in range(3):
             parts = got[4 * step : 4 * step + 4]
             labels = torch.cat([part.labels for part in parts])
@@ -318,7 +299,7 @@ def test_flops_count_the_documents():
     assert attended_keys(lengths, 20, False) == (3 * 100 + 70 * 20) / 100
     begins = np.zeros((2, 9), dtype=bool)
     begins[0, [0, 3]] = begins[1, 0] = begins[1, 8] = True
-    assert lengths_in(begins) == {3: 1, 5: 1, 8: 1}
+    assert documents.lengths_in(begins) == {3: 1, 5: 1, 8: 1}
 
 
 PACKED = "--device cpu --amp off --seq-len 48 --n-steps 2 --warmup-steps 1 --bsz 2 --pack".split()
@@ -333,31 +314,11 @@ def test_a_packed_run_names_both_counts(tmp_path, tokens_file):
     assert m["val_loss"] < m["val_loss_before"]
     assert run["attention_kernel"] == "flash" and run["observed"]["paths"]["attention"] == "pieces"
     plan = plan_of(words(path, PACKED, "--data", tokens_file), platform="cpu")
-    assert isinstance(plan.packing, FileDocuments) and isinstance(plan.packing.windows, Windows)
+    assert isinstance(plan.packing, documents.FileDocuments)
+    assert isinstance(plan.packing.windows, Windows)
     used = plan.packing.begins(np.arange(2, 6))
-    assert dict(plan.work.batch.documents) == lengths_in(used)
+    assert dict(plan.work.batch.documents) == documents.lengths_in(used)
     assert m["flops_per_token_palm"] == flops_per_token(shape, plan.work.batch.lengths, False)
-    assert (
-        m["flops_per_token_unpacked"]
-        == flops_per_token(shape, 48, False)
-        > m["flops_per_token_palm"]
-    )
-    assert m["document_length_mean"] == 4 * 48 / sum(lengths_in(used).values())
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("", "needs their lengths"),
-        ("--pack-lengths 5,1 --pack-separator 0", "is for token files"),
-        ("--pack-lengths 5,1 --attention blocks", "--pack"),
-        ("--pack-lengths 5,1 --attention math", "have kernels of their own"),
-        ("--pack-lengths 5,1 --data x.bin", "documents of its own"),
-    ],
-)
-def test_what_does_not_work_with_packing(flags, message):
-    with pytest.raises(UsageError, match=message):
-        plan_of(words("x.json", PACKED, flags), platform="cpu", config=config("llama"))
-    with pytest.raises(UsageError, match="attention_dropout"):
-        shape = config("gpt2", attn_pdrop=0.1)
-        plan_of(words("x.json", PACKED, "--pack-lengths 5,1"), platform="cpu", config=shape)
+    unpacked = flops_per_token(shape, 48, False)
+    assert m["flops_per_token_unpacked"] == unpacked > m["flops_per_token_palm"]
+    assert m["document_length_mean"] == 4 * 48 / sum(documents.lengths_in(used).values())

@@ -1,6 +1,7 @@
 """Power and clocks as drivers tell them: stand-ins for NVML and AMD SMI, and RAPL files on disk."""
 
 import itertools
+import json
 import mmap
 import os
 import sys
@@ -18,7 +19,9 @@ from llm_train_bench.measure.sensors.amd import AmdSensor
 from llm_train_bench.measure.sensors.nvidia import NvidiaSensor
 from llm_train_bench.measure.sensors.sensor import RaplSensor, Sample
 from llm_train_bench.results.figures import fill_device_metrics
-from llm_train_bench.results.schema import DeviceUse, Metrics, Result
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.schema import DeviceUse
+from tests.helpers import ROOT, cases
 from tests.processes import wait_until
 
 GPU = torch.device("cuda", 0)
@@ -162,49 +165,16 @@ def test_processes_of_a_container_are_told_by_host_ids(nvml):
     assert NvidiaSensor(GPU).other_processes(ours) is None
 
 
-HELD = "clocks were held down in the window:"
-FINE = {"energy_j": 50.0, "throttled": {}, "other_processes": 0}
-HOT = {"energy_j": 100.0, "throttled": {"thermal (memory)": 0.3}, "other_processes": 1}
-CAPPED = {"throttled": {"power cap": 0.9}}
-SAMPLED = {"n_samples": 9, "sampled_power_mean_w": 500.0}
-
-
-@pytest.mark.parametrize(
-    ("devices", "figures", "notes"),
-    [
-        ((FINE, HOT), (150.0, True, True, 0),
-         [f"rank 1: {HELD} thermal (memory) 30%"]),
-        ([{"throttled": {"thermal (memory)": 0.001}, "other_processes": 0}],
-         (None, False, False, 0), []),
-        # Under full load a GPU is at its limit: that is how fast it is.
-        ((CAPPED, {"throttled": {}}), (None, False, None, 0.9), [f"rank 0: {HELD} power cap 90%"]),
-        ([{"throttled": CAPPED["throttled"] | {"power brake": 0.02}}], (None, True, None, 0.9),
-         [f"rank 0: {HELD} power cap 90%, power brake 2%"]),
-        ([{}], (None, None, None, None), []),
-        ([SAMPLED | {"average_power_w": 450.0}], (None, None, None, None), []),
-        ([SAMPLED | {"average_power_w": 50.0}], (None, None, None, None),
-         ["rank 0: 50 W by the energy counter, 500 W by samples of the power: one of them is wrong"]),
-    ],
-)  # fmt: skip
-def test_metrics_and_notes_of_devices(devices, figures, notes):
-    plain = {"metrics": Metrics(), "remarks": [], "devices": [], "status": "ok", "profile": None}
-    plain |= {
-        "args": {},
-        "entrypoint": "train.py",
-        "step_times_s": [],
-        "fp8": None,
-        "resumed_from": None,
-    }
-    device, model = (
-        types.SimpleNamespace(memory_gib=None, type="cuda"),
-        types.SimpleNamespace(shape={}),
-    )
-    result = Result.model_construct(**plain, device=device, model=model, loss_known=True)
-    fill_device_metrics(result, [DeviceUse(rank=i, **d) for i, d in enumerate(devices)])
-    m = result.metrics
-    assert (m.energy_j, m.clocks_held_down, m.device_shared, m.power_cap_fraction) == figures
+@pytest.mark.parametrize(("devices", "expected"), cases("devices"))
+def test_metrics_and_notes_of_devices(devices, expected):
+    result = read_result(ROOT / "tests/sample/plain/result.json")
+    result.device.type, result.remarks = "cuda", []
+    uses = enumerate(json.loads(f"[{devices}]"))
+    fill_device_metrics(result, [DeviceUse(rank=i, **use) for i, use in uses])
     result.judge()
-    assert result.texts("information") == notes
+    m, notes = result.metrics, result.texts("information")
+    figures = [m.energy_j, m.clocks_held_down, m.device_shared, m.power_cap_fraction]
+    assert [*figures, *(n for n in notes if n.startswith("rank"))] == json.loads(expected)
     assert ("shared GPU" in result.invalid) == bool(m.device_shared)
     assert any("clocks held down" in text for text in result.invalid) == bool(m.clocks_held_down)
 

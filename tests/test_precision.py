@@ -32,21 +32,9 @@ from llm_train_bench.model.transformer import Block, Transformer
 from llm_train_bench.results.figures import fill_flop_metrics
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.settings.flags import OptimizerFlags
-from tests import te_standin
+from tests import helpers, te_standin
 from tests.faults import assert_equal
-from tests.helpers import (
-    FAMILIES,
-    config,
-    noted,
-    only_result,
-    plan_of,
-    read_steps,
-    remark_texts,
-    train_main,
-    trained,
-    without_inductor,
-    write_config,
-)
+from tests.helpers import FAMILIES, config, noted, plan_of, read_steps, train_main, trained
 
 CPU = torch.device("cpu")
 TINY = [
@@ -113,13 +101,10 @@ def test_the_learning_rate_rises_and_falls_as_its_flags_say():
 
 @pytest.mark.parametrize(
     ("mode", "loss_mode", "logs", "level"),
-    [
-        ("default", "default", None, "NOTSET"),
-        ("reduce-overhead", "default", None, "NOTSET"),
-        ("max-autotune", "max-autotune-no-cudagraphs", None, "CRITICAL"),
-        ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs", "+all", "NOTSET"),
-    ],
-)
+    [("default", "default", None, "NOTSET"), ("reduce-overhead", "default", None, "NOTSET"),
+     ("max-autotune", "max-autotune-no-cudagraphs", None, "CRITICAL"),
+     ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs", "+all", "NOTSET")],
+)  # fmt: skip
 def test_every_block_gets_the_compile_mode(mode, loss_mode, logs, level, monkeypatch):
     """Candidates that max-autotune cannot use are logged only on request."""
     spy = mock.Mock(side_effect=lambda function, **options: function)
@@ -238,15 +223,14 @@ def test_each_recipe_is_its_own():
 
 @pytest.mark.parametrize(
     ("recipe", "has", "message"),
-    [
-        ("tensorwise", (8, 9), None),
-        ("tensorwise", (8, 6), "capability 8.6, and 8.9 is needed; leave out --use-fp8"),
-        ("rowwise", (8, 9), "8.9, and 9.0 is needed; use --fp8-recipe tensorwise"),
-        ("rowwise", (9, 0), None),
-        ("rowwise", "gfx942:sramecc+", None),
-        ("tensorwise", "gfx90a", r"card \(gfx90a\) has no such matmuls; MI300 has"),
-    ],
-)
+    [("tensorwise", (8, 9), None),
+     ("tensorwise", (8, 6), "capability 8.6, and 8.9 is needed; leave out --use-fp8"),
+     ("rowwise", (8, 9), "8.9, and 9.0 is needed; use --fp8-recipe tensorwise"),
+     ("rowwise", (9, 0), None), ("rowwise", "gfx942:sramecc+", None),
+     ("tensorwise", "gfx90a", r"card \(gfx90a\) has no such matmuls; MI300 has"),
+     ("mxfp8", (9, 0), "mxfp8: card has compute capability 9.0, and 10.0 is needed"),
+     ("nvfp4", (10, 0), "only emulates it here; use --fp8-backend te")],
+)  # fmt: skip
 def test_fp8_needs_a_device_with_its_matmuls(recipe, has, message, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0" if isinstance(has, str) else None)
     arch = mock.Mock(gcnArchName=has)
@@ -363,7 +347,7 @@ def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_
     losses = losses_with_te([*TINY, "--grad-acc-steps", "2", *more], tmp_path)
     assert max(losses) - min(losses) > 0.02
     assert all(module.n_reused >= 7 for module in te_in_place) and len(te_in_place) == 6
-    assert only_result(tmp_path / "te")["fp8"]["n_linear_layers"] == 8
+    assert helpers.only_result(tmp_path / "te")["fp8"]["n_linear_layers"] == 8
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
@@ -371,7 +355,7 @@ def test_te_without_fp8_is_plain_and_named(family, te_in_place, tmp_path):
     """The same losses and norms of gradients, by its modules."""
     losses = []
     for name in ("plain", "te"):
-        argv = [write_config(tmp_path, FAMILIES[family]), *TINY[1:]]
+        argv = [helpers.write_config(tmp_path, FAMILIES[family]), *TINY[1:]]
         flags = ["--linear", name] if name == "te" else []
         result = trained(tmp_path / name, argv, "--lr 1e-2 --lr-warmup-steps 0 --amp off", flags)
         steps = read_steps(tmp_path / name)
@@ -383,36 +367,15 @@ def test_te_without_fp8_is_plain_and_named(family, te_in_place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "flags", "message"),
-    [
-        ("moe", "", "has experts, whose layers it cannot replace"),
-        ("gemma3_text", "", "has norms after its layers"),
-        ("phi3", "", "needs a GPU"),
-        ("llama", "--use-fp8", "--linear te with"),
-        ("llama", "--pt-compile", "--linear te with"),
-        ("llama", "--sac-freq 1/1 --sac-policy op", "--linear te with"),
-        ("qwen3", "--lora-rank 2", "--linear te with"),
-    ],
-)
-def test_te_without_fp8_refuses_what_it_has_no_layers_for(
-    family, flags, message, tmp_path, refused
-):
-    values = FAMILIES["qwen3_moe" if family == "moe" else family]
-    path = write_config(tmp_path, values)
-    refused(train_main, message, path, TINY[1:], "--linear te", flags, "--output-dir", tmp_path)
-
-
-@pytest.mark.parametrize(
     ("changes", "excluded"),
-    [
-        (dict(intermediate_size=88), {"mlp": f"48 x 88 {ODD}"}),
-        (dict(hidden_act="gelu"), {"mlp": "Transformer Engine has no gelu"}),
-        (dict(head_dim=12), {"attn.qkv": f"48 x 120 {ODD}", "attn.out": f"72 x 48 {ODD}"}),
-    ],
-)
+    [(dict(intermediate_size=88), {"mlp": f"48 x 88 {ODD}"}),
+     (dict(hidden_act="gelu"), {"mlp": "Transformer Engine has no gelu"}),
+     (dict(head_dim=12), {"attn.qkv": f"48 x 120 {ODD}", "attn.out": f"72 x 48 {ODD}"})],
+)  # fmt: skip
 def test_layers_that_do_not_fit_te_stay_and_are_named(changes, excluded, te_in_place, tmp_path):
-    losses_with_te([write_config(tmp_path, FAMILIES["qwen3"] | changes), *TINY[1:]], tmp_path)
-    fp8 = only_result(tmp_path / "te")["fp8"]
+    path = helpers.write_config(tmp_path, FAMILIES["qwen3"] | changes)
+    losses_with_te([path, *TINY[1:]], tmp_path)
+    fp8 = helpers.only_result(tmp_path / "te")["fp8"]
     layers = {k: v for k, v in fp8["high_precision"].items() if k.startswith("blocks")}
     assert layers == {f"blocks.*.{layer}": why for layer, why in excluded.items()}
     assert len(te_in_place) == 3 * (3 - len(excluded)) and fp8["n_linear_layers"] == 6
@@ -431,7 +394,8 @@ def test_only_mxfp8_gathers_both_orientations_and_an_old_te_none(te_in_place, mo
 
 
 def test_te_without_a_layer_that_fits_is_refused(te_in_place, tmp_path, refused):
-    path = write_config(tmp_path, FAMILIES["qwen3"] | dict(head_dim=12, intermediate_size=88))
+    values = FAMILIES["qwen3"] | dict(head_dim=12, intermediate_size=88)
+    path = helpers.write_config(tmp_path, values)
     error = refused(train_main, "no layer of", path, TINY[1:], TE, "--output-dir", tmp_path)
     assert "attn.out: 72 x 48" in error
     message = "--bsz x --seq-len = 40 tokens of a rank is not a multiple of 16"
@@ -518,7 +482,7 @@ def test_counts_of_compilation_are_those_of_the_run(tmp_path):
     for name in ("first", "second"):
         torch._dynamo.reset()  # which run_train does too
         before = compile_counts().seconds
-        with without_inductor():
+        with helpers.without_inductor():
             m = trained(tmp_path / name, TINY, "--pt-compile")["metrics"]
         counts.append([m[k] for k in ("n_compiled_graphs", "n_graph_breaks", "n_recompilations")])
         assert m["compile_s"] == pytest.approx(compile_counts().seconds - before)
@@ -539,7 +503,7 @@ def test_a_compile_error_is_one_line_that_names_the_block(tmp_path, monkeypatch,
     monkeypatch.setattr(Block, "drop", lambda self, x: x + len(input()))
     line = failure(TINY, tmp_path, capsys)
     assert "torch.compile failed in blocks.0: " in line and "leave out --pt-compile" in line
-    assert only_result(tmp_path)["status"] == "failed"
+    assert helpers.only_result(tmp_path)["status"] == "failed"
     (error_file,) = tmp_path.glob("*/errors/rank0.txt")
     assert "Traceback" in error_file.read_text()
 
@@ -563,8 +527,8 @@ def test_a_compile_error_in_backward_is_one_line_too(tmp_path, monkeypatch, caps
 
 def test_too_many_recompilations_are_one_line(tmp_path, capsys):
     """Blocks with different windows need a graph each; here only one is allowed."""
-    path = write_config(tmp_path, FAMILIES["qwen2"])
-    with torch._dynamo.config.patch(recompile_limit=1), without_inductor():
+    path = helpers.write_config(tmp_path, FAMILIES["qwen2"])
+    with torch._dynamo.config.patch(recompile_limit=1), helpers.without_inductor():
         line = failure([path, *TINY[1:]], tmp_path, capsys)
     assert "torch.compile failed in blocks." in line and "recompile_limit" in line
 
@@ -595,7 +559,7 @@ def test_compiling_inside_the_window_is_flagged(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     after_step(monkeypatch, 4, lambda: torch.set_num_threads(threads + 1))
     try:
-        with without_inductor():
+        with helpers.without_inductor():
             r = trained(tmp_path, TINY, "--amp off --pt-compile")
     finally:
         torch.set_num_threads(threads)
@@ -612,10 +576,10 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
     after_step(monkeypatch, 1, lambda: counters["inductor"].update(cudagraph_skips=refused))
     # As if blocks ran as CUDA graphs, whose refusals are counted.
     monkeypatch.setattr("llm_train_bench.run.launch.platform_of", lambda device: "nvidia")
-    with without_inductor():
+    with helpers.without_inductor():
         flags = "--amp off --pt-compile --compile-mode reduce-overhead --warmup-seconds 0"
         r = trained(tmp_path, TINY, flags)
-    notes = [n for n in remark_texts(r) if "without CUDA graphs" in n]
+    notes = [n for n in helpers.remark_texts(r) if "without CUDA graphs" in n]
     assert [n.split()[0] for n in notes] == (["2"] if refused else [])
 
 
@@ -623,11 +587,10 @@ def test_numerics_gate_in_small(tmp_path, monkeypatch):
     """In this process, on our documentation; so small because many CPUs have no fast bf16."""
     prepare = numerics.prepare_data.main
     monkeypatch.setattr(numerics.prepare_data, "main", lambda argv: prepare(["docs", *argv[1:]]))
-    monkeypatch.setattr(
-        numerics, "run_train_apart", lambda *argv, out, script: trained(out, [*argv])
-    )
+    here = lambda *argv, out, script: trained(out, [*argv])  # noqa: E731
+    monkeypatch.setattr(numerics, "run_train_apart", here)
     small = dict(n_embd=32, n_layer=1, n_head=2, vocab_size=256, n_positions=128)
-    path = write_config(tmp_path, FAMILIES["gpt2"] | small)
+    path = helpers.write_config(tmp_path, FAMILIES["gpt2"] | small)
     options = ["--steps", "24", "--settings", "bf16,fp8 tensorwise"]
     assert numerics.main(["--config", path, "--output-dir", str(tmp_path), *options]) == 0
     (path,) = tmp_path.glob("numerics-*.json")
@@ -719,14 +682,10 @@ def test_gemm_roof_of_fp8_is_that_of_a_training_step():
 
 @pytest.mark.parametrize(
     ("use", "rate", "stored"),
-    [
-        ({}, 800.0, 800.0),
-        ({}, 600.0, 700.0),
-        ({"other_processes": 1}, 800.0, 700.0),
-        ({"throttled": {"thermal (hardware)": 0.5}}, 800.0, 700.0),
-        ({"throttled": {"power cap": 1.0}}, 800.0, 800.0),
-    ],
-)
+    [({}, 800.0, 800.0), ({}, 600.0, 700.0), ({"other_processes": 1}, 800.0, 700.0),
+     ({"throttled": {"thermal (hardware)": 0.5}}, 800.0, 700.0),
+     ({"throttled": {"power cap": 1.0}}, 800.0, 800.0)],
+)  # fmt: skip
 def test_a_disturbed_roof_is_not_stored(use, rate, stored, tmp_path, monkeypatch):
     roofs = tmp_path / "roofs.json"
     roofs.write_text(json.dumps({"GPU": {"bf16_tflops": 700.0, "source": "before"}}))

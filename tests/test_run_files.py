@@ -1,6 +1,5 @@
 """Files of runs: what --save writes and leaves out, what --verify finds wrong, two writers, versions."""
 
-import copy
 import hashlib
 import json
 import multiprocessing
@@ -21,121 +20,22 @@ from llm_train_bench.compare.run_files import MOST_BYTES
 from llm_train_bench.compare.setting import identity
 from llm_train_bench.settings import flags
 from llm_train_bench.settings.command_line import parse_args
-from tests.helpers import ROOT, python, train_main, trained, words
+from tests.helpers import ROOT, cases, changed, python, train_main, trained, words
 
 SHARED = ROOT / "results/h200-sxm/llm-train-bench/gpt2-125m-bf16-20261127.json"
 FP8 = ROOT / "results/h200-sxm/llm-train-bench/llama-8b-proxy-fp8-20261127.json"
 RUN = ROOT / "benchmarks/results/h200-20261127/gpt2-125m-bf16"
-R, M, D, E = "result", "result.metrics", "result.device", "result.environment"
 
 
 def only_run(content) -> dict:
     return content["settings"][0]["runs"][0]
 
 
-def at(path: str, value):
-    """Sets a dotted path below the only run: a value, or a function of the one there."""
-
-    def change(content) -> None:
-        *parents, last = path.split(".")
-        place = only_run(content)
-        for key in parents:
-            place = place[int(key) if isinstance(place, list) else key]
-        last = int(last) if isinstance(place, list) else last
-        place[last] = value(place[last]) if callable(value) else value
-
-    return change
-
-
-def times(factor):
-    return lambda value: factor * value
-
-
-def all_steps(name, value):
-    def change(content) -> None:
-        for step in only_run(content)["steps"]:
-            step[name] = value(step[name]) if callable(value) else value
-
-    return change
-
-
-def without_steps(which):
-    def change(content) -> None:
-        run = only_run(content)
-        run["steps"] = [s for s in run["steps"] if not which(s)]
-
-    return change
-
-
-def faster_by_half(content) -> None:
-    for step in only_run(content)["steps"]:
-        step |= {k: step[k] / 2 for k in step if k.endswith("_time_s") and step[k]}
-
-
-def from_step_10(content) -> None:
-    for step in only_run(content)["steps"][10:]:
-        step["loss"] = 999.0
-
-
-def other_config(content) -> None:
-    path = ROOT / "configs/gpt2-1.5b.json"
-    only_run(content)["result"]["model"]["config"] = json.loads(path.read_text())
-
-
-def use(**readings):
-    return lambda content: only_run(content)["result"]["devices"][0].update(readings)
-
-
-# Each a contradiction, and words of what is said of it.
-WRONG = {
-    "a learning rate of 1e9": (all_steps("lr", 1e9), "learning rate of 1e+09; the highest is"),
-    "losses of 999": (from_step_10, "step 10 has a loss of 999"),
-    "flash with cuDNN": (at(f"{R}.attention_kernel", "flash"), "flash attention, and cudnn ran"),
-    "flash that was asked for": (at(f"{R}.args.attention", "flash"), "cudnn ran"),
-    "HIP beside CUDA": (at(f"{E}.hip", "7.1"), "for CUDA and for HIP"),
-    "micro batches of 9 s": (all_steps("micro_batch_times_s", [9.0]), "its parts or micro batches"),
-    "tokens/s alone": (at(f"{M}.tokens_per_sec", times(1.1)), "metrics.tokens_per_sec"),
-    "tokens/s per device": (at(f"{M}.tokens_per_sec_per_gpu", times(1.001)), "tokens_per_sec_per_gpu"),
-    "other FLOPs": (at(f"{M}.flops_per_token_palm", times(12)), "flops_per_token_palm"),
-    "MFU of 563 %": (at(f"{M}.mfu", 5.63), "metrics.mfu is 5.63"),
-    "one wrong sum": (at(f"{M}.window_s", times(1.0001)), "metrics.window_s"),
-    "one wrong quantile": (at(f"{M}.step_time_p90_s", times(0.99)), "step_time_p90_s"),
-    "a narrower interval": (at(f"{M}.step_time_ci95_low_s", times(1.002)), "ci95_low"),
-    "shorter steps": (faster_by_half, "host's clock"),
-    "a shorter step in the result": (at(f"{R}.step_times_s.3", times(0.5)), "step times"),
-    "steps that are missing": (without_steps(lambda s: s["step"] in (20, 21)), "missing"),
-    "fewer steps": (without_steps(lambda s: s["step"] > 24), "its flags say 10 + 20"),
-    "no steps": (without_steps(lambda s: True), "no measured step"),
-    "warm-up in the window": (at("steps.12.phase", "warmup"), "end of the warm-up"),
-    "steps of a profiler": (at("steps.12.phase", "profile"), "end of the warm-up"),
-    "a negative time": (at("steps.15.step_time_s", -0.2), "not above 0"),
-    "parts longer than the step": (at("steps.15.forward_time_s", 0.5), "shorter than its parts"),
-    "another config": (other_config, "batch|model.hash"),
-    "more parameters": (at(f"{R}.model.n_parameters", times(2)), "n_parameters"),
-    "another hash": (at(f"{R}.model.hash", "0" * 16), "model.hash"),
-    "a longer sequence": (at(f"{R}.batch.seq_len", 2048), "batch.seq_len"),
-    "more tokens a step": (all_steps("tokens", times(2)), "tokens, not"),
-    "a larger batch in the flags": (at(f"{R}.args.global_bsz", 256), "batch|flags"),
-    "no energy for its power": (use(energy_j=33.0), "are not"),
-    "negative energy": (use(energy_j=-3305.0, average_power_w=-690.0), "below 0|are not"),
-    "more power than its limit": (use(power_limit_w=500.0), "more power than its limit"),
-    "a shared card": (use(other_processes=3), "device_shared|shared GPU"),
-    "tokens/J alone": (at(f"{M}.tokens_per_joule", times(2)), "tokens_per_joule"),
-    "more memory than the card": (at(f"{M}.peak_allocated_gib", 200.0), "GiB|more memory"),
-    "a card with more memory": (at(f"{D}.memory_gib", 288.0), "GiB"),
-    "another peak": (at(f"{D}.peak_bf16_tflops", 312.0), "peak"),
-    "another card": (at(f"{D}.hardware", "A100 SXM 80GB"), "GiB|peak"),
-    "wrong losses": (all_steps("loss", lambda x: x + 0.02), "the loss of step 0 is"),
-    "wrong gradients": (all_steps("grad_norm", times(1.1)), "grad_norm"),
-    "no losses": (all_steps("loss", None), "has no loss|first_loss"),
-    "an unlike first loss": (at(f"{M}.first_loss", 9.0), "first_loss|first loss"),
-    "more devices": (at(f"{D}.count", 8), "count|devices|rate"),
-    "a failed run": (at(f"{R}.status", "oom"), "status oom"),
-    "a batch that is a list": (at(f"{R}.args.bsz", [1]), "args.bsz is"),
-    "a median of a loop": (lambda c: (at(f"{R}.entrypoint", "loop.py")(c), at(f"{R}.model.config", {})(c),
-                                      at(f"{M}.step_time_median_s", times(0.5))(c)), "median_s"),
-    "a run twice": (lambda c: c["settings"][0]["runs"].append(copy.deepcopy(only_run(c))), "twice"),
-}  # fmt: skip
+def shared(changes="", path=SHARED) -> dict:
+    """A file of one run with changes of it."""
+    content = json.loads(path.read_text())
+    content["settings"][0]["runs"][0] = changed(only_run(content), changes)
+    return content
 
 
 @pytest.fixture
@@ -151,43 +51,23 @@ def told(tmp_path, capsys):
     return verify
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_contradiction_is_named(name, told):
-    change, expected = WRONG[name]
-    content = json.loads(SHARED.read_text())
-    assert told(content)[1] == 0
-    change(content)
-    text, code = told(content)
+@pytest.mark.parametrize(("changes", "expected"), cases("wrong"))
+def test_a_contradiction_is_named(changes, expected, told):
+    text, code = told(shared(changes))
     wrong = next(line for line in text.splitlines() if "  wrong: " in line)
     assert code == 1 and any(part in wrong for part in expected.split("|")), text
 
 
-HONEST = {
-    "another PyTorch": at(f"{E}.libraries.torch", "2.15.0.dev20261101"),
-    "another driver": at(f"{E}.driver", None), "CUDA 12": at(f"{E}.cuda", "12.8"),
-    "a variable": at(f"{E}.settings", {"NCCL_DEBUG": "WARN"}), "no image": at(f"{E}.image", None),
-    "no peak power": use(peak_power_w=None), "hotter": use(temperature_max_c=83.0),
-    "host jitter": at("steps.20.at", lambda t: t + 0.05), "a version": at(f"{R}.version", "0.3.1"),
-    "no compile time": at(f"{M}.compile_s", None), "workers": at(f"{R}.args.n_workers", 2),
-    "a metric that was not known": lambda c: only_run(c)["result"]["metrics"].pop("mfu"),
-    "a flag that was not known": lambda c: only_run(c)["result"]["args"].pop("optimizer"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_an_honest_file_is_consistent(name, told):
-    content = json.loads(SHARED.read_text())
-    HONEST[name](content)
-    text, code = told(content)
+@pytest.mark.parametrize(("changes",), [[""], *cases("honest")])
+def test_an_honest_file_is_consistent(changes, told):
+    text, code = told(shared(changes))
     assert code == 0, text
     assert "losses and gradient norms of steps 0 to 4 of gpt2-125m" in text
     assert "not checked: losses from step 5 on; readings of sensors" in text
 
 
 def test_fp8_losses_have_a_wider_band_than_bf16(told):
-    content = json.loads(FP8.read_text())
-    at("steps.3.loss", lambda x: x + 0.02)(content)
-    assert "the loss of step 3 is" in told(content)[0]
+    assert "the loss of step 3 is" in told(shared("steps.3.loss+=0.02", FP8))[0]
 
 
 def test_every_file_of_results_is_consistent_and_one_page_shows_all(tmp_path, capsys):
@@ -205,10 +85,8 @@ def test_every_file_of_results_is_consistent_and_one_page_shows_all(tmp_path, ca
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is no file of runs"), ("[]", "is no file of runs"), ("[" * 100_000, "nested"),
+    [("", "is no file of runs"), ("[" * 100_000, "nested"),
      ('{"a": ' * 70 + "1" + "}" * 70, "nested"), (" " * (MOST_BYTES + 1), "is larger than"),
-     ('{"schema_version": 5, "settings": [{"setting": "x", "runs": []}]}', "runs"),
-     ('{"schema_version": 6, "settings": []}', "schema_version"),
      (json.dumps({"schema_version": 5, "settings": [
          {"setting": "x", "runs": [{"result": {}, "steps": [{"a": 1}] * 9999}]}]}), "runs.0"),
      (SHARED.read_text().replace('{"setting"', '{"tolerance": 1.5, "setting"'), "tolerance"),
@@ -227,9 +105,8 @@ import check
 sys.exit(check.main(["--verify", {str(SHARED)!r}, "--json"]))
 """
     (row,) = json.loads(python(["-c", code]).stdout)
-    assert row["wrong"] == [] and row["setting"].startswith(
-        "H200 SXM x 1: gpt2-125m, train.py, T 1024"
-    )
+    assert row["wrong"] == []
+    assert row["setting"].startswith("H200 SXM x 1: gpt2-125m, train.py, T 1024")
 
 
 # --- what leaves the machine -----------------------------------------------------------------------
@@ -248,35 +125,34 @@ def test_nothing_private_leaves_the_machine(tmp_path, capsys):
     run = tmp_path / SECRETS["project"] / "run"
     run.mkdir(parents=True)
     (run / "steps.jsonl").write_text((RUN / "steps.jsonl").read_text())
-    content = json.loads((RUN / "result.json").read_text())
     every = " ".join(SECRETS.values())
     home = f"/home/{SECRETS['user']}/{SECRETS['project']}"
-    content["writer"]["host"] = content["environment"]["hostname"] = SECRETS["host"]
-    for name in ("run_name", "linear", "attention_kernel", "version"):
-        content[name] = every
-    content["lineage"] |= {"name": every, "id": every}
-    content["model"]["name"] = every
+    texts = words("run_name linear attention_kernel version lineage__name lineage__id model__name "
+                  "environment__os environment__driver environment__git_diff environment__more "
+                  "environment__libraries__numpy metrics__energy_source model__config__x "
+                  "args__run_name")  # fmt: skip
+    fields = dict.fromkeys(texts, every)
+    fields |= dict.fromkeys(("writer__host", "environment__hostname"), SECRETS["host"])
+    paths = words("args__output_dir args__save_dir args__val_data model__path")
+    fields |= dict.fromkeys(paths, home)
+    content = changed(json.loads((RUN / "result.json").read_text()), **fields)
     content["notes"] = [every]
     content["command"] += list(SECRETS.values())
-    content["args"] |= {"output_dir": home, "save_dir": home, "run_name": every, "track": ["wandb"]}
-    content["args"] |= {"val_data": f"{home}/val.bin", every: 1, "wandb_key": SECRETS["hex"]}
+    content["args"] |= {every: 1, "track": ["wandb"], "wandb_key": SECRETS["hex"]}
     content["environment"]["settings"] = {
         f"NCCL_{i}_X": value for i, value in enumerate(SECRETS.values())
     } | {"TORCH_PW": "hunter2hunter2", "NCCL_SOCKET_IFNAME": "eth-private", "NCCL_TOPO_FILE": home}
-    content["environment"] |= {"image": {"name": f"r.corp/{every}", "digest": every},
-                               "os": every, "driver": every, "git_diff": every}  # fmt: skip
-    content["environment"]["more"] = every
-    content["environment"]["libraries"] |= {every: "1", "torch": "2.11.0", "numpy": every}
-    content["model"] |= {"path": f"{home}/config.json", "ignored_keys": ["notes_of_jane"]}
-    content["model"]["config"] |= {"_name_or_path": home, "hub_token": SECRETS["token"], "x": every,
+    content["environment"]["image"] = {"name": f"r.corp/{every}", "digest": every}
+    content["environment"]["libraries"] |= {every: "1", "torch": "2.11.0"}
+    content["model"]["ignored_keys"] = ["notes_of_jane"]
+    content["model"]["config"] |= {"_name_or_path": home, "hub_token": SECRETS["token"],
                                    "architectures": [every], "notes_of_jane": 5}  # fmt: skip
     content["observed"]["fallbacks"] = [home, SECRETS["bucket"], SECRETS["mail"]]
     content["observed"]["paths"] = {every: every}
     content["observed"]["attention"]["forward"] += [SECRETS["bucket"]]
-    content["metrics"]["energy_source"] = every
-    content["ranks"] = [{"rank": 0, "host": SECRETS["host"], "step_time_mean_s": 1.0,
-        "data_time_mean_s": 0.0, "forward_time_mean_s": None, "backward_time_mean_s": None,
-        "optimizer_time_mean_s": None, "peak_memory_gib": None}]  # fmt: skip
+    times = dict.fromkeys(f"{x}_time_mean_s" for x in ("forward", "backward", "optimizer"))
+    times |= {"step_time_mean_s": 1.0, "data_time_mean_s": 0.0, "peak_memory_gib": None}
+    content["ranks"] = [{"rank": 0, "host": SECRETS["host"]} | times]
     (run / "result.json").write_text(json.dumps(content))
     saved = tmp_path / "s.json"
     assert compare.main([str(run), "--save", str(saved)]) == 0
@@ -325,13 +201,10 @@ def test_a_meters_own_words_are_digests(tmp_path):
 # --- versions --------------------------------------------------------------------------------------
 
 
-def trial(path: Path, name: str, **changes) -> Path:
-    """The H200's run with other facts, by `part__field` or `part`; and its result's place."""
-    content = json.loads((RUN / "result.json").read_text())
+def trial(path: Path, name: str, changes="", **facts) -> Path:
+    """The H200's run with changes, and with other facts by `part__field`; its place."""
+    content = changed(json.loads((RUN / "result.json").read_text()), changes, **facts)
     content["lineage"]["id"] = hashlib.sha256(name.encode()).hexdigest()[:12]
-    for key, value in changes.items():
-        part, _, field = key.partition("__")
-        content[part] = content[part] | {field: value} if field else value
     (path / name).mkdir(parents=True)
     (path / name / "result.json").write_text(json.dumps(content))
     (path / name / "steps.jsonl").write_text((RUN / "steps.jsonl").read_text())
@@ -371,35 +244,11 @@ def test_values_come_and_go(tmp_path, monkeypatch, refused):
     assert id_of(trial(tmp_path, "former", args__bf16_weights="never")) == id_of(plain)
 
 
-LOOP, PP = {"entrypoint": "loop.py"}, {"entrypoint": "train_pp.py"}
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "same"),
-    [({}, {"environment__cuda": "13.9"}, True),
-     ({}, {"environment__settings": {"CUDA_VERSION": "13.9"}}, True),
-     ({}, {"environment__image": {"name": "new:2", "digest": None}}, True),
-     ({}, {"environment__git_sha": "1" * 40}, True), ({}, {"environment__torch_threads": 3}, True),
-     ({}, {"args__output_dir": "/x"}, True), ({}, {"args__n_steps": 20}, True),
-     ({}, {"args__seed": 7}, True),
-     # The result is of before --pp-layers; the second has the JSON of its default.
-     ({}, {"args__pp_layers": []}, True), ({}, {"args__pp_layers": [3, 4]}, False),
-     # What depends on a flag that is off is nothing.
-     ({}, {"args__fp8_recipe": "rowwise"}, True),
-     ({"args__grad_clip": 2}, {"args__grad_clip": 2.0}, True),
-     # A pipeline of the default depth is one of two stages.
-     (PP | {"args__pp": None}, PP | {"args__pp": 2}, True),
-     ({"device__hardware": "GPU™ x"}, {"device__hardware": "GPU™ y"}, False),
-     # Arguments of loops of others: names with dots, numbers equal to our defaults.
-     (LOOP | {"args": {"optim.lr": 1}}, LOOP | {"args": {"optim.lr": 2}}, False),
-     (LOOP | {"args": {"β": 1}}, LOOP | {"args": {"β": 2}}, False),
-     (LOOP | {"args": {"β": 2}}, LOOP | {"args": {"key_dim": 2}}, False),
-     (LOOP | {"args": {"amp": "bf16"}}, LOOP | {"args": {"amp": "bf16", "bsz": 4}}, False)],
-)  # fmt: skip
-def test_what_a_setting_is(first, second, same, tmp_path):
-    """Software and the machine are no part of it."""
-    ids = id_of(trial(tmp_path, "a", **first)), id_of(trial(tmp_path, "b", **second))
-    assert (ids[0] == ids[1]) is same
+@pytest.mark.parametrize(("changes", "answer"), cases("setting"))
+def test_what_a_setting_is(changes, answer, tmp_path):
+    first, second = changes.split(" | ") if " | " in changes else ("", changes)
+    ids = id_of(trial(tmp_path, "a", first)), id_of(trial(tmp_path, "b", second))
+    assert (ids[0] == ids[1]) is (answer == "same")
 
 
 def test_small_numbers_of_a_result_are_numbers_to_from(tmp_path):
@@ -408,29 +257,12 @@ def test_small_numbers_of_a_result_are_numbers_to_from(tmp_path):
     assert parse_args(["--from", str(run / "result.json")], "train.py").lr == 6e-05
 
 
-DAMAGE = {
-    "notes": at(f"{R}.notes", 5), "remarks": at(f"{R}.remarks", 5),
-    "a start": at(f"{R}.args.nsys_start", "x"), "warm-up": at(f"{R}.args.warmup_steps", []),
-    "a scale": at(f"{R}.model.shape.logit_scale", "x"),
-    "tokens": at(f"{R}.batch.tokens_per_step", 10**400), "count": at(f"{D}.count", 10**400),
-    "a size": at(f"{R}.batch.seq_len", 10**400), "a price": at(f"{R}.args.usd_per_hour", 10**400),
-    "another price": at(f"{R}.args.usd_per_hour", 1e308), "attention": at(f"{R}.args.attention", ["x"]),
-    "a batch": at(f"{R}.args.bsz", [1]), "times": at(f"{R}.step_times_s", "x"),
-    "a rate": at(f"{M}.tokens_per_sec_per_gpu", 1e-320), "steps": at("steps", [5]),
-    "no model": at(f"{R}.model", None), "args": at(f"{R}.args", []),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_said_in_lines(name, tmp_path, capsys):
+@pytest.mark.parametrize(("damage",), cases("damage"))
+def test_damage_is_said_in_lines(damage, tmp_path, capsys):
     """By every reader, of a file of runs and of a result.json; and --save leaves its file as it was."""
-    content = json.loads(SHARED.read_text())
     (tmp_path / "run").mkdir()
-    base = tmp_path / "base.json"
-    base.write_text(SHARED.read_text())
-    if name not in ("notes", "remarks"):
-        only_run(content)["result"] |= {"notes": []}
-    DAMAGE[name](content)
+    base = shutil.copy(SHARED, tmp_path / "base.json")
+    content = shared("result.notes=[] " + damage.replace("BIG", str(10**400)))
     saved = tmp_path / "saved.json"
     saved.write_text(json.dumps(content))
     (tmp_path / "run/result.json").write_text(json.dumps(only_run(content)["result"]))
@@ -517,8 +349,8 @@ def test_saving_replaces_a_setting_and_keeps_its_tolerance_and_others(tmp_path, 
     assert any(e["runs"][0]["result"]["metrics"].get("goodput") == 0.5 for e in entries.values())
 
 
-def test_what_else_is_in_a_file_stays(tmp_path, monkeypatch, capsys):
-    """A second entry of the setting's, runs of another setting in an entry, the file's mode, its size."""
+def test_what_else_is_in_a_file_stays(tmp_path, monkeypatch, refused):
+    """A second entry of the setting, runs of another in an entry, the mode, the size; any other text."""
     a, b = trial(tmp_path, "a"), trial(tmp_path, "b", args__grad_clip=2.0)
     path = tmp_path / "s.json"
     assert compare.main(words(a, b, "--save", path)) == 0
@@ -536,28 +368,12 @@ def test_what_else_is_in_a_file_stays(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
     assert len(entries) == 3 and path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / ".s.json.lock").read_text() == "mine"
-    before = path.read_text()
+    before, notes = path.read_text(), tmp_path / "x.txt"
     monkeypatch.setattr("llm_train_bench.compare.save_runs.MOST_BYTES", 10_000)
-    assert compare.main(words(a, "--save", path)) == 2 and path.read_text() == before
-    assert "would be larger than" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [(["--save", "result.json"], "would replace a run's own file"),
-     (["--save", "x.txt"], "x.txt: is no file of runs"),
-     (["--save", "absent/x.json"], "absent: no such directory"),
-     (["--save", "y.json", "--baseline", "z.json"], "--save with --baseline: run compare.py twice"),
-     (["--tolerance", "5%"], "--tolerance needs --baseline")],
-)  # fmt: skip
-def test_what_cannot_be_saved_or_judged_is_one_line(more, message, tmp_path, monkeypatch, capsys):
-    run = trial(tmp_path, "a")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.txt").write_text("my notes")
-    assert compare.main([str(run), *more]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
-    assert (tmp_path / "x.txt").read_text() == "my notes"
+    refused(compare.main, "would be larger than", a, "--save", path)
+    notes.write_text("my notes")
+    refused(compare.main, "x.txt: is no file of runs", a, "--save", notes)
+    assert (path.read_text(), notes.read_text()) == (before, "my notes")
 
 
 def test_a_round_trip_over_two_images_and_two_versions(tmp_path, monkeypatch, output_of):
@@ -567,7 +383,8 @@ def test_a_round_trip_over_two_images_and_two_versions(tmp_path, monkeypatch, ou
     runs = [trial(tmp_path, f"old{i}", args__old_way=False, environment__cuda="13.0",
                   metrics__goodput=i / 8) for i in range(3)]  # fmt: skip
     assert compare.main(words(runs, "--save", base)) == 0
-    assert check.main(["--verify", str(base)]) == 1  # these "runs" are copies of one
+    # These "runs" are copies of one.
+    assert "twice" in output_of(check.main, "--verify", base, code=1)
     new = [trial(tmp_path, f"new{i}", args__pp_layers=[], environment__cuda="13.1",
                  environment__settings={"CUDA_VERSION": "13.1.2"})
            for i in range(3)]  # fmt: skip
@@ -589,13 +406,9 @@ def test_copies_of_runs_do_not_count_again(tmp_path, output_of):
     n_records = [len(read_records(map(str, c), print, LogFacts())) for c in (copies, copies[:1])]
     assert n_records[0] == n_records[1]
     for i in range(3):
-        path = trial(runs, f"new{i}") / "result.json"
-        content = json.loads(path.read_text())
         slow = 1.1 + i / 1000
-        content["step_times_s"] = [slow * t for t in content["step_times_s"]]
-        for name in ("tokens_per_sec", "tokens_per_sec_per_gpu"):
-            content["metrics"][name] /= slow
-        path.write_text(json.dumps(content))
+        rates = (f"metrics.tokens_per_sec{of}*={1 / slow}" for of in ("", "_per_gpu"))
+        trial(runs, f"new{i}", " ".join((f"step_times_s.:*={slow}", *rates)))
     for copied in (False, True):
         if copied:
             shutil.copy(base, runs / "saved.json")

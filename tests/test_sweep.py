@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -32,13 +31,12 @@ from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import Cell, differences, make_cells, work_on
 from llm_train_bench.sweep.rows_as_records import records_of_rows
 from tests import fuzz
-from tests.helpers import ROOT, words
+from tests.helpers import ROOT, cases, words
 from tests.processes import Started, wait_until
 
 MODEL = "configs/gpt2-tiny.json"
 RESULT = ROOT / "tests/sample/plain"
 BASE = dict(experiment="x", models=[MODEL])
-TWO_PLATFORMS = {"nvidia": {"gpus": 8}, "amd": {"gpus": 8}}
 
 
 def experiment(**keys) -> experiments.Experiment:
@@ -244,22 +242,10 @@ def test_grid_list_and_platform_make_the_cells():
     assert dict(make_cells(e, "amd")[0].flags)["lr"] == 2e-3
 
 
-def test_identical_config_names_every_difference():
-    machines = {name: {"gpus": 8, "usd_per_hour": len(name)} for name in TWO_PLATFORMS}
-    e = experiment(
-        methodology="identical_config", script="train_fsdp.py", hardware=machines,
-        training={"bsz": 2, "lr": 3e-4}, platforms={"amd": {"lr": 1e-4, "bsz": 4}},
-    )  # fmt: skip
-    assert differences(e, "x") == [
-        "gpt2-tiny: bsz: nvidia 2, amd 4", "gpt2-tiny: lr: nvidia 0.0003, amd 0.0001",
-        "gpt2-tiny: global_batch: nvidia 16, amd 32",
-    ]  # fmt: skip
-    same = e.model_copy(update={"platforms": {}})
-    assert differences(same, "x") == []  # prices are no hyperparameters
-    # The same flags on fewer GPUs are another training.
-    machines = {"nvidia": {"gpus": 8}, "amd": {"gpus": 4}}
-    other = experiment(script="train_fsdp.py", hardware=machines, training={"bsz": 2})
-    assert differences(other, "x") == ["gpt2-tiny: global_batch: nvidia 16, amd 8"]
+@pytest.mark.parametrize(("keys", "found"), cases("differences"))
+def test_identical_config_names_every_difference(keys, found):
+    e = experiment(**json.loads(keys))
+    assert differences(e, "x") == json.loads(found) and len(make_cells(e, "nvidia")) == 1
 
 
 def test_a_restarted_run_counts(tmp_path):
@@ -278,34 +264,13 @@ def test_a_restarted_run_counts(tmp_path):
     assert not list((tmp_path / "runs").iterdir())
 
 
-def on_gpus(script, n=8, **keys):
-    """An experiment with a script on so many GPUs of one kind."""
-    return {"script": f"train_{script}.py", "hardware": {"nvidia": {"gpus": n}}} | keys
-
-
-@pytest.mark.parametrize(
-    ("keys", "flags"),
-    [
-        # Quoted, as they come from ${VAR:-2}.
-        (on_gpus("ddp", 4,
-                 training={"bsz": "2", "lr": "1e-3", "grad_acc_steps": "2"}),
-         {"bsz": 2, "lr": 1e-3, "grad_acc_steps": 2, "nproc": 4}),
-        # Another platform's hardware says nothing of this one's.
-        ({"script": "train_ddp.py", "hardware": {"cpu": {"gpus": 1}}}, {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keys", "flags"), cases("cell"))
 def test_flags_of_a_cell(keys, flags):
-    (cell,) = make_cells(experiment(**keys), "nvidia")
-    assert dict(cell.flags) == flags
+    (cell,) = make_cells(experiment(**json.loads(keys)), "nvidia")
+    assert dict(cell.flags) == json.loads(flags)
 
 
-def test_some_models_of_a_file(output_of, tmp_path, monkeypatch):
-    argv = "configs/sweeps/gpt2-context.yaml --models gpt2-350m configs/gpt2-125m.json --dry-run"
-    out = output_of(sweep.main, argv)
-    assert out.count("gpt2-350m.json") == out.count("gpt2-125m.json") == 4 and "760m" not in out
-    *commands, summary = out.splitlines()
-    assert all(line.startswith("python train.py configs/") for line in commands)
-    assert summary.startswith("# 8 settings x 3 repeats = 24 runs; the time is unknown ")
+def test_elsewhere_the_installed_command_is_named(output_of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where another train.py may be
     out = output_of(sweep.main, "--models configs/gpt2-125m.json --set bsz=1 --dry-run")
     command = "llm-train-bench train configs/gpt2-125m.json --bsz 1"
@@ -367,30 +332,6 @@ def test_ready_files_are_valid(path):
     e = read_experiment(path)
     assert all(make_cells(e, platform, str(path)) for platform in ("nvidia", "amd"))
     assert e.methodology != "identical_config" or differences(e, "x") == []
-
-
-@pytest.mark.parametrize(
-    ("platform", "flags", "layouts"),
-    [("nvidia", {"sac_freq": "1/1", "usd_per_hour": 4.0},
-      [("train_fsdp.py", "llama-3.1-8b", 4, None), ("train_pp.py", "qwen2.5-7b", 4, 2)]),
-     ("amd", {"usd_per_hour": 3.0},
-      [("train_fsdp.py", "llama-3.1-8b", 1, None), ("train_fsdp.py", "qwen2.5-7b", 1, None)])],
-)  # fmt: skip
-def test_a_layout_for_each_model_and_platform(platform, flags, layouts):
-    flags = dict(sac_freq=None, seq_len=2048, n_steps=49, warmup_steps=1, lr=3e-4) | flags
-    cells = make_cells(read_experiment(ROOT / "configs/sweeps/tensorprimat.yaml"), platform)
-    for cell, layout in zip(cells, layouts, strict=True):
-        args = parse_args(cell.argv(), cell.script)
-        assert (cell.script, Path(cell.config).stem, args.tp, args.pp) == layout
-        assert vars(args) | flags == vars(args) and not args.use_fp8
-        assert grid.plan_of(args, cell.script, 8, platform).work.batch.global_batch == 128
-
-
-def test_what_a_file_may_not_hold_is_one_line(tmp_path):
-    with pytest.raises(UsageError, match="environment: HF_TOKEN: a secret is not for files"):
-        read_experiment(write(tmp_path / "s.yaml", environment={"A": "1", "HF_TOKEN": "hf_x"}))
-    with pytest.raises(UsageError, match="layouts: gpt is not among models"):
-        read_experiment(write(tmp_path / "e.yaml", layouts={"gpt": {"amd": {"tp": 2}}}))
 
 
 def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):

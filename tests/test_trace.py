@@ -72,20 +72,16 @@ def test_sweep_by_hand():
 
 @pytest.mark.parametrize(
     ("dims", "name", "flops"),
-    [
-        ([[2048, 768], [768, 3072]], "", 2 * 2048 * 768 * 3072),
-        ([[3072], [2048, 768], [768, 3072], [], []], "", 2 * 2048 * 768 * 3072),  # addmm
-        ([[8, 64, 32], [8, 32, 16]], "", 2 * 8 * 64 * 32 * 16),
-        # oneDNN's second matrix is transposed: forward with a bias, and the weight's gradient.
-        ([[8, 64, 32], [16, 32], [16]], "llm_train_bench::onednn_linear", 2 * 8 * 64 * 32 * 16),
-        ([[512, 16], [512, 32]], "llm_train_bench::onednn_grad_weight", 2 * 512 * 16 * 32),
-        ([[4, 4]], "", None),
-        (None, "", None),
-        ([["4", 4], [4, 4]], "", None),
-        ([[[4, 4], [4, 4]], [4, 4]], "", None),  # a list of tensors
-        ([[10**400, 4], [4, 4]], "", None),
-    ],
-)
+    [([[2048, 768], [768, 3072]], "", 2 * 2048 * 768 * 3072),
+     ([[3072], [2048, 768], [768, 3072], [], []], "", 2 * 2048 * 768 * 3072),  # addmm
+     ([[8, 64, 32], [8, 32, 16]], "", 2 * 8 * 64 * 32 * 16),
+     # oneDNN's second matrix is transposed: forward with a bias, and the weight's gradient.
+     ([[8, 64, 32], [16, 32], [16]], "llm_train_bench::onednn_linear", 2 * 8 * 64 * 32 * 16),
+     ([[512, 16], [512, 32]], "llm_train_bench::onednn_grad_weight", 2 * 512 * 16 * 32),
+     ([[4, 4]], "", None), (None, "", None), ([["4", 4], [4, 4]], "", None),
+     ([[[4, 4], [4, 4]], [4, 4]], "", None),  # a list of tensors
+     ([[10**400, 4], [4, 4]], "", None)],
+)  # fmt: skip
 def test_flops_of_recorded_shapes(dims, name, flops):
     assert matmul_flops_of(dims, name) == flops
 
@@ -127,17 +123,12 @@ def test_recorded_steps_add_up(name):
 
 
 def test_what_the_recorded_steps_were():
-    h100 = read_trace(TRACES / "cuda_h100_training.json.gz")
-    b = break_down(h100)
-    assert h100.device_name == "NVIDIA H100 80GB HBM3" and b.n_steps == 1
+    """What else they were is in tests/records/trace.txt."""
+    b = break_down(read_trace(TRACES / "cuda_h100_training.json.gz"))
     assert {"matmul bf16", "matmul fp8", "attention", "loss", "optimizer"} <= set(b.classes_s)
-    assert not {"matmul", "matmul fp16"} & set(b.classes_s)
     assert 600 < b.matmul_tflops < 1200  # from recorded shapes; bf16 and FP8 on an H100
-    assert 0 < b.host_gaps.time_s < b.classes_s["idle"]
-    assert b.host_gaps.longest_s <= b.host_gaps.time_s
-    mi300 = read_trace(TRACES / "rocm_mi300x_ddp.json.gz")
-    b = break_down(mi300)
-    assert mi300.device_name == "AMD Instinct MI300X"
+    assert 0 < b.host_gaps.longest_s <= b.host_gaps.time_s < b.classes_s["idle"]
+    b = break_down(read_trace(TRACES / "rocm_mi300x_ddp.json.gz"))
     assert b.classes_s["communication"] > 0.5 * b.step_time_s  # so its authors say
     block = break_down(read_trace(TRACES / "rocm_mi300x_llama_block.json.gz"))
     assert set(block.classes_s) == {"matmul bf16", "attention", "elementwise", "idle"}
@@ -221,28 +212,6 @@ def test_ranges_name_the_loss_and_the_optimizer(tmp_path):
     ranges = [("loss", 0, 5), ("optimizer", 10, 20)]
     b = breakdown_of(tmp_path / "t.json", kernels, launches, ranges)
     assert micros(b.classes_s) == {"matmul bf16": 10, "loss": 10, "optimizer": 50}
-
-
-def test_report_and_comparison(output_of):
-    one, two = (TRACES / f"cuda_h100_training{end}.json.gz" for end in ("", "_rank1"))
-    text = output_of(trace_report.main, one)
-    assert "NVIDIA H100" in text and "| matmul fp8" in text and "exposed" in text
-    (content,) = json.loads(output_of(trace_report.main, one, "--json"))
-    assert sum(content["classes_s"].values()) == pytest.approx(content["step_time_s"])
-    text = output_of(trace_report.main, one, two)
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert rows[1].split("|")[1].strip() == "idle"  # what grew most comes first
-    before, after = (break_down(read_trace(p)).classes_s["idle"] for p in (one, two))
-    assert f"{1e3 * (after - before):+.3f}" in rows[1]
-    # One kernel's name can stand in several classes; each class has a row.
-    before, after = (
-        {(c.name, c.kind): c.time_s for c in break_down(read_trace(p)).kernels} for p in (one, two)
-    )
-    assert len({name for name, _ in before}) < len(before)
-    lost = max((*before, *after), key=lambda k: after.get(k, 0.0) - before.get(k, 0.0))
-    cells = [cell.strip() for cell in rows[-10].split("|")]
-    assert lost[0].startswith(cells[1].split("...")[0]) and lost[1] == cells[2]
-    assert cells[3:5] == [f"{1e3 * each.get(lost, 0.0):.3f}" for each in (before, after)]
 
 
 MM = event("aten::mm", 1.0, 3.0, "cpu_op", 1)

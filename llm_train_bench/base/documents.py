@@ -12,7 +12,7 @@ import numpy as np
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import Windows, open_tokens
-from llm_train_bench.model.json_keys import parse_json, plain_file
+from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 
 # Documents' lengths, and how many there are of each.
 Lengths = tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ def read_lengths(text: str) -> np.ndarray:
         table = np.exp(sigma * z)
         return np.maximum(1, np.rint(table * mean / table.mean())).astype(np.int64)
     try:
-        values = parse_json(plain_file(text).read_text())
+        values = parse_json(plain_text(text))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.machine import MULTIPLY
-from llm_train_bench.model.json_keys import CONFIGS, parse_json, plain_file
+from llm_train_bench.model.json_keys import CONFIGS, parse_json, plain_text
 
 ROOFS_FILE = CONFIGS / "roofs.json"
 ACCURACY_FILE = CONFIGS / "accuracy.json"
@@ -137,7 +137,7 @@ def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object of configs/; UsageError if the file was spoilt."""
     try:
-        content = parse_json(plain_file(path).read_text(encoding="utf-8"))
+        content = parse_json(plain_text(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
     if not isinstance(content, dict):

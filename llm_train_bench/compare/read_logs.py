@@ -6,6 +6,7 @@ any such line is refused. If a log holds several runs, the last one is taken.
 
 import csv
 import dataclasses
+import io
 import itertools
 import math
 import re
@@ -28,6 +29,7 @@ from llm_train_bench.compare.log_formats import (
     suites_of,
 )
 from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady
+from llm_train_bench.model.json_keys import plain_text
 from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import read_steps
 
@@ -44,7 +46,7 @@ SIGN_KEYS = {
 
 def read_log(path: Path, facts: LogFacts) -> list[Record]:
     """The run of a log; `facts` add what it does not say. UsageError if no suite wrote it."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = plain_text(path, 1024, errors="replace")
     log = parse_by(facts.pattern, text) if facts.pattern else None
     log = log or parse_log(text)
     if log is None:
@@ -142,8 +144,8 @@ def read_lines(path: Path, facts: LogFacts) -> list[Record]:
 
 def read_metrics_csv(path: Path, facts: LogFacts) -> list[Record]:
     """A metrics.csv of PyTorch Lightning's CSVLogger, or litgpt's."""
-    with path.open(newline="", encoding="utf-8", errors="replace") as f:
-        rows = [{k: as_number(v) for k, v in row.items() if v} for row in csv.DictReader(f)]
+    lines = io.StringIO(plain_text(path, 1024, errors="replace"), newline="")
+    rows = [{k: as_number(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
     suite = "litgpt" if rows and any("iter_time" in row for row in rows) else "Lightning"
     rows = [row for row in rows if isinstance(row.get("step"), float)]
     return [_of_entries(rows, suite, path, facts)]

@@ -11,7 +11,7 @@ from pydantic import FailFast, Field, ValidationError
 
 from llm_train_bench.base.errors import UsageError, printable_data
 from llm_train_bench.base.strict import Strict, first_problem
-from llm_train_bench.model.json_keys import parse_json, plain_file
+from llm_train_bench.model.json_keys import parse_json, plain_text
 from llm_train_bench.results.result_files import Step, step_fields, storable
 from llm_train_bench.results.schema import Result
 
@@ -47,11 +47,8 @@ def read_runs_file(path: Path) -> RunsFile:
     """A file of runs; UsageError if it is none."""
     try:
         path.stat()  # the package's own file of this name is not the user's
-        with plain_file(path).open("rb") as f:
-            data = f.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"is larger than {MOST_BYTES // 2**20} MiB")
-        return RunsFile.model_validate(storable(printable_data(parse_json(data))))
+        content = parse_json(plain_text(path))
+        return RunsFile.model_validate(storable(printable_data(content)))
     except OSError as error:
         why = f"{error.strerror}; compare.py RUN... --save FILE makes such a file"
         raise UsageError(f"{path}: cannot be read: {why}") from None

@@ -17,7 +17,7 @@ from pydantic import ConfigDict
 
 from llm_train_bench.base.errors import printable_data
 from llm_train_bench.base.files import shown_word
-from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.model.json_keys import parse_json, plain_text
 from llm_train_bench.results.schema import Lineage, Result, Status, Writer
 
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
@@ -67,7 +67,7 @@ def storable(value: Any) -> Any:
 
 def read_result(path: str | Path) -> Result:
     """A result.json; ValueError (a wrong schema) or OSError if it is none."""
-    return parse_result(parse_json(Path(path).read_text(encoding="utf-8")))
+    return parse_result(parse_json(plain_text(path, 256)))
 
 
 def parse_result(content: Any) -> Result:
@@ -251,7 +251,8 @@ class StepsFile:
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """The steps of a steps.jsonl, or of another file of JSON lines, up to where a kill cut it off."""
     entries = []
-    for line in path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else ():
+    text = plain_text(path, 1024, errors="replace") if path.is_file() else ""
+    for line in text.splitlines():
         try:
             entries.append(parse_json(line))
         except ValueError:

@@ -10,7 +10,7 @@ import yaml
 
 from llm_train_bench.base.errors import UsageError, did_you_mean, one_line
 from llm_train_bench.base.number_text import parse_number
-from llm_train_bench.model.json_keys import parse_json, plain_file
+from llm_train_bench.model.json_keys import parse_json, plain_text
 from llm_train_bench.settings.flags import (
     OUTPUT,
     SETTABLE,
@@ -116,7 +116,7 @@ def split_from(argv: Sequence[str], script: Script | None) -> tuple[list[str], R
 
 def _run_file(path: Path) -> RunFile:
     try:
-        text = plain_file(path).read_text(encoding="utf-8")
+        text = plain_text(path, 256)
         content = parse_yaml(text)
         if isinstance(content, dict) and "schema_version" in content:
             content = parse_json(text)  # YAML 1.1 takes 6e-05 for a text

@@ -186,7 +186,7 @@ def _is_whole(row: Any) -> bool:
     """Whether a stored row can be used: someone may have edited the file."""
     if not isinstance(row, dict) or not isinstance(row.get("axes"), dict):
         return False
-    texts = [row.get(n) for n in ("key", "model", "status", "error", "result")]
+    texts = [row.get(n) for n in ("key", "model", "status", "error", "result", "script")]
     if not all(isinstance(text, str | None) for text in texts) or None in texts[:3]:
         return False
     figures = [row.get("wall_s", 1.0)]

@@ -16,7 +16,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import SECRET
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.strict import first_problem
-from llm_train_bench.model.json_keys import parse_json, plain_file
+from llm_train_bench.model.json_keys import parse_json, plain_text
 from llm_train_bench.settings.flags import SETTABLE, Script
 from llm_train_bench.settings.other_names import in_our_words
 from llm_train_bench.settings.plan import Platform
@@ -104,7 +104,7 @@ def read_experiment(path: str | Path) -> Experiment:
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """The content of a YAML file with its variables substituted; UsageError if it is no mapping."""
     try:
-        text = plain_file(path).read_text(encoding="utf-8")
+        text = plain_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise UsageError(f"{path}: cannot be read: {reason}") from None
@@ -136,7 +136,7 @@ def swept(paths: Iterable[str]) -> dict[str, tuple[Experiment, list[str]]]:
     found = {}
     for path in paths:
         try:
-            content = parse_json((Path(path) / "sweep.json").read_text(encoding="utf-8"))
+            content = parse_json(plain_text(Path(path) / "sweep.json"))
             unlike = [str(line) for line in content["differences"]]
             content["experiment"].pop("parallel", None)  # earlier versions wrote it
             found[path] = Experiment.model_validate(content["experiment"]), unlike

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.work import STEP_PARTS
 from llm_train_bench.trace.kernel_names import (
@@ -104,6 +105,8 @@ def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:
         matmul_flops = parts.matmul_flops / n
     matmul_times = (t for (_, label), t in parts.times.items() if label.startswith(MATMUL))
     begin, end = parts.window
+    if end <= begin:
+        raise UsageError(f"{trace.path}: its steps take no time; is it a PyTorch trace?")
     return Breakdown(
         n_steps=n,
         step_time_s=(end - begin) / n / 1e6,

@@ -4,15 +4,14 @@
     python -m pytest tests/benchmarks --benchmark-json now.json
     python -m pytest tests/benchmarks --benchmark-compare
 
-`--train-baseline FILE` judges three runs of each case. `make test` passes all of these over.
+`make test` passes all of these over.
 """
 
 import functools
 
 import pytest
 
-from benchmarks.common import run_train, run_train_apart
-from tests.benchmarks.plugin import no_regression, pytest_addoption  # noqa: F401
+from benchmarks.common import run_train
 
 SETTINGS = {
     "gpt2-tiny fp32": "configs/gpt2-tiny.json --amp off --bsz 8",
@@ -41,21 +40,6 @@ def run(request):
     """The result of train.py in one of the settings."""
     words = [*SETTINGS[request.param].split(), "--seq-len", 128, "--no-tensorboard"]
     return functools.partial(run_train, *words)
-
-
-@pytest.fixture
-def measured(request, tmp_path):
-    """The directory with three runs of a setting; skipped without --train-baseline."""
-
-    def measure(name):
-        if request.config.getoption("--train-baseline", None) is None:
-            pytest.skip("no --train-baseline to hold the runs against")
-        words = [*SETTINGS[name].split(), "--seq-len", 128, "--no-tensorboard"]
-        for i in range(3):
-            run_train_apart(*words, "--run-name", f"run{i}", out=tmp_path / f"{i}")
-        return tmp_path
-
-    return measure
 
 
 @pytest.fixture

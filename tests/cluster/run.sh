@@ -57,9 +57,6 @@ goes_on() { # requeue, preempted or setup: the job ends, waits, and goes on wher
     expect "$1" '^ok: ' "$out/$1.log"
     [ "$1" = setup ] || expect "$1" "^goes on from step [0-9]+ of $1" "$out/$1.log"
 }
-requeue() { goes_on requeue; }
-preempted() { goes_on preempted; }
-setup() { goes_on setup; }
 array() {
     sbatch -W -Q --array=0-2%2 -N1 --exclusive -o "$out/array-%a.log" \
         --wrap "$python train.py ${tiny[*]} --n-steps 4 --run-name array\$SLURM_ARRAY_TASK_ID"
@@ -104,7 +101,7 @@ for name in "$@"; do
         [ -e "$slurm/pids" ] || "$here/slurm.sh" start "$slurm" || exit 1
         # shellcheck disable=SC1091
         . "$slurm/env"
-        $name
+        case $name in requeue | preempted | setup) goes_on "$name" ;; *) $name ;; esac
         ;;
     esac
     echo "cluster-test: $name: ok, $((SECONDS - begin)) s"

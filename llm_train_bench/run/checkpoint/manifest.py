@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.json_keys import parse_json, plain_file
+from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.stored import Part
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.results.schema import Lineage
@@ -85,7 +85,7 @@ class Manifest(Strict):
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint; ValueError or OSError if it is none, or was damaged."""
-    text = plain_file(directory / MANIFEST).read_text(encoding="utf-8")
+    text = plain_text(directory / MANIFEST)
     content = parse_json(text)
     if not isinstance(content, dict) or content.keys() != {"crc32", "manifest"}:
         raise ValueError("no manifest")
