@@ -34,7 +34,7 @@ INSERTIONS = [
     (FLAGS, "    grad_clip: Largest", "    lr_power: A new flag [no unit].\n"),
     (METRICS, "    steps_per_sec: float", "    tokens_per_minute: float | None = None\n"),
     (METRICS, "\ntokens/s per device |", "\ntokens a minute | {tokens_per_minute:,.0f}"),
-    (METRICS, ' goodput "\n', " tokens_per_minute"), (METRICS, ' val_loss "\n', " tokens_per_minute"),
+    (METRICS, ' val_loss "\n', " tokens_per_minute"),
     ("llm_train_bench/results/figures.py", "    m.tokens_per_sec_per_gpu = m.tokens_per_sec /",
      "    m.tokens_per_minute = 60 * m.tokens_per_sec\n"),
 ]  # fmt: skip

@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import dataclasses
-import itertools
 import math
 import re
 import tomllib
@@ -269,7 +268,7 @@ def hugging_face(
     steps: list[LoggedStep] = []
     counters: tuple[float, float] = 0.0, 0.0  # tokens seen, and seconds
     whole: dict[str, Any] = {}
-    for entry, end in itertools.zip_longest(entries, ends, fillvalue=0):
+    for entry, end in zip(entries, ends or [0] * len(entries), strict=True):
         if "train_loss" in entry or "train_samples_per_second" in entry:
             whole = entry
             continue

@@ -64,7 +64,7 @@ class Experiment(BaseModel, extra="forbid"):
     platforms: dict[Platform, Row] = {}
     layouts: dict[str, dict[Platform, Row]] = {}
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
-    repeats: int = Field(1, ge=1)
+    repeats: int = Field(1, ge=1, le=1000)
     timeout_s: float = Field(3600.0, gt=0)
 
     @model_validator(mode="after")
