@@ -70,16 +70,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Figures that tests have seen, though they passed: record_property("figure", ...)."""
-    passed = terminalreporter.stats.get("passed", [])
-    figures = [text for test in passed for key, text in test.user_properties if key == "figure"]
-    if figures:
-        terminalreporter.section("figures")
-        for text in sorted(figures):
-            terminalreporter.line(text)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_collect():
     """A run collects garbage before it measures; pytest's own objects make that slow, so freeze them."""

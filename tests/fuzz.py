@@ -69,41 +69,31 @@ UNITS = (("GiB", "B"), ("GB", "TB"), ("ms", "s"), ("ms", "us"), ("%", ""), ("/",
 
 @st.composite
 def edited(draw, whole: Any) -> Any:
-    """JSON data with one change at some place."""
-    path, old = draw(places(whole))
-    other = draw(places(whole))[1]
-    changes = [draw(st.sampled_from(ODD)), draw(values), other, [old], {"x": old}, [old] * 3]
-    if type(old) in (int, float) and abs(old) < 2**63:
-        factor = draw(st.sampled_from((-1, 1000, 1e-12, 1e12, 1e300)))
-        changes += [old * factor, str(old)]
-    if isinstance(old, dict):
-        key = draw(st.sampled_from([*old, "x"]))
-        changes += [{}, [*old.values()], [*old], {k: v for k, v in old.items() if k != key},
-                    old | {key: other}, old | {f"{key}{ESCAPE}": other}]  # fmt: skip
-    if isinstance(old, list):
-        i = draw(st.integers(0, len(old)))
-        changes += [[], old[:i], old[:i] + old[i + 1 :], [*old[:i], other, *old[i:]], old[::-1]]
-    return replaced(whole, path, draw(st.sampled_from(changes)))
+    """JSON data with something else, or nothing, at some place."""
+    *parents, (parent, key) = draw(places({"": whole}))
+    old, other = parent[key], draw(places({"": whole}))[-1]
+    new = draw(st.sampled_from((*ODD, [old], {"x": old}, [old] * 3, str(old), other[0])) | values)
+    gone = bool(parents) and draw(st.booleans())
+    if isinstance(parent, dict):
+        changed = {k: v for k, v in parent.items() if k != key} | ({} if gone else {key: new})
+    else:
+        changed = [*parent[:key], *([] if gone else [new]), *parent[key + 1 :]]
+    for above, step in reversed(parents):
+        copy = above.copy()
+        copy[step] = changed
+        changed = copy
+    return changed[""]
 
 
 @st.composite
-def places(draw, value: Any) -> tuple[list, Any]:
-    """A place inside JSON data: its path, and what stands there."""
-    path = []
-    while isinstance(value, dict | list) and value and draw(st.integers(0, 9)):
-        keys = [*value] if isinstance(value, dict) else range(len(value))
-        path.append(draw(st.sampled_from(keys)))
-        value = value[path[-1]]
-    return path, value
-
-
-def replaced(value: Any, path: list, new: Any) -> Any:
-    """The data with something else at a path."""
-    if not path:
-        return new
-    copy = value.copy()
-    copy[path[0]] = replaced(value[path[0]], path[1:], new)
-    return copy
+def places(draw, value: Any) -> list[tuple[Any, Any]]:
+    """The way to a place inside data: each container on it, and the key there."""
+    way = []
+    while isinstance(value, dict | list) and value and (not way or draw(st.integers(0, 9))):
+        key = draw(st.sampled_from([*value] if isinstance(value, dict) else range(len(value))))
+        way.append((value, key))
+        value = value[key]
+    return way
 
 
 def as_json(value: Any, n: int = 400) -> str:
@@ -377,22 +367,23 @@ def kinds() -> dict[str, Kind]:
     traces = texts("tests/fuzzed/*trace.json")
     gz = [gzip.compress(text) for text in traces]
     gz += [_small(file) for file in sorted(TRACES.glob("*.json.gz"))]
-    states = texts("tests/logs/trainer_state.json")
-    csvs = texts("tests/logs/lightning.csv")
     experiments = texts("tests/sample/experiment.yaml", "configs/sweeps/*.yaml")
     (steps,) = texts("tests/sample/plain/steps.jsonl")
     configs = texts("configs/*-tiny.json", "configs/qwen2.5-7b.json", "configs/deepseek-v3.json")
     baselines = texts("tests/sample/baselines.json")
-    return {
+    foreign = {
+        "result": (".json", results),
+        "log": (".log", logs),
+        "trainer": (".json", texts("tests/logs/trainer_state.json")),
+        "suite": (".json", suites),
+        "table": (".csv", texts("tests/logs/lightning.csv")),
+        "lines": (".jsonl", lines),
+    }
+    return {name: (*files, read_foreign) for name, files in foreign.items()} | {
+        **{f"compare:{name}": (*files, compares) for name, files in foreign.items()},
         "config": (".json", configs, load_config),
         "tokens": (".bin", [tokens], open_tokens),
-        "result": (".json", results, read_foreign),
         "steps": (".jsonl", [b"\n".join(steps.splitlines()[:4])], read_steps),
-        "log": (".log", logs, read_foreign),
-        "trainer": (".json", states, read_foreign),
-        "suite": (".json", suites, read_foreign),
-        "table": (".csv", csvs, read_foreign),
-        "lines": (".jsonl", lines, read_foreign),
         "trace": (".json", traces, lambda path: break_down(read_trace(path))),
         "trace-gz": (".json.gz", gz, lambda path: break_down(read_trace(path))),
         "experiment": (".yaml", experiments, lambda path: make_cells(read_experiment(path), "nvidia")),
@@ -406,12 +397,6 @@ def kinds() -> dict[str, Kind]:
         "tokenizer": (".json", texts("tests/fuzzed/tokenizer.json"),
                       lambda path: prepare_data.load_encoder(str(path))[0]("a b")),
         "manifest": (".json", [content.encode()], read_checkpoint),
-        "compare:result": (".json", results, compares),
-        "compare:suite": (".json", suites, compares),
-        "compare:log": (".log", logs, compares),
-        "compare:trainer": (".json", states, compares),
-        "compare:table": (".csv", csvs, compares),
-        "compare:lines": (".jsonl", lines, compares),
         "compare:sweep": (".json", texts("tests/fuzzed/sweep.json"), compares_sweep),
         "compare:prices": (".yaml", experiments[:1],
                            tool(compare.main, PLAIN, "--experiment", "@", "--output-dir", "@out")),

@@ -35,12 +35,11 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", layouts.SHORT)
-def test_a_layout_is_equal_to_one_device_unless_it_is_broken(name, finished, record_property):
+def test_a_layout_is_equal_to_one_device_unless_it_is_broken(name, finished):
     difference = layouts.compare(name, finished)
     if name in layouts.MUTANTS:
         assert not difference.ok and difference.numbers["gradient"] > 1e-4
         return
-    record_property("figure", f"layout  {name:20} {difference}")
     assert difference.ok, difference
     # Dropout draws other numbers on every rank: it holds other tokens, heads or layers.
     draws = facts_of(finished / name)["draws"]

@@ -4,6 +4,8 @@ import ast
 import json
 import os
 import re
+import sys
+from collections import defaultdict
 
 import pytest
 
@@ -57,6 +59,23 @@ def test_formulas_take_numbers_alone():
     """No torch, no files, no environment, no flags."""
     for path in ROOT.glob("llm_train_bench/formulas/*.py"):
         assert not {n.split(".")[0] for n in imports(path)} & {"torch", "os", "pathlib"}
+
+
+def test_no_two_things_share_a_name():
+    """Nor is a module called as one of the standard library; few functions take the whole plan."""
+    places, takers = defaultdict(set), []
+    for path in (p for p in BENCH if p.name != "__init__.py"):
+        places[f"module {path.stem}"].add(path)
+        assert path.stem not in sys.stdlib_module_names, path
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
+                places[node.name].add(path)
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                taken = {ast.unparse(a.annotation) for a in arguments if a.annotation}
+                takers += [node.name] * bool(taken & {"Args", "Checked", "EstimateArgs", "Plan"})
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+    assert len(takers) <= 15, takers
 
 
 WITHOUT_TORCH = [
