@@ -229,8 +229,8 @@ def run_cases(names: list[str], out: Path) -> None:
         return Job(name, case.script, flags_of(case, out), case.ranks, traced, case.mutant)
 
     jobs = [job(n, CASES[n]) for n in sorted((n for n in CASES if n in names), key=turn)]
-    for i in range(0, len(jobs), 12):  # ranks slow down from job to job
-        run_jobs(jobs[i : i + 12], out, gradients=True)
+    for i in range(0, len(jobs), 40):  # ranks slow down from job to job
+        run_jobs(jobs[i : i + 40], out, gradients=True)
     alone = dict(reference_of(CASES[name]) for name in names)
     run_jobs([job(*each) for each in alone.items()], out, gradients=True)
 

@@ -28,7 +28,7 @@ from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import meter as meter_module
 from llm_train_bench.run.meter import Meter
 from tests.helpers import FAMILIES, ROOT, noted, only_result, python, read_steps, trained, words
-from tests.processes import forked
+from tests.processes import TORCHRUN, forked
 
 TINY = str(ROOT / "configs/gpt2-tiny.json")
 SMALL = {"tokens_per_step": 32, "warmup_steps": 2, "n_steps": 3}
@@ -351,13 +351,13 @@ def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monke
     assert noted(r, "FLOPs are unknown") and noted(r, "model_type")
 
 
-@pytest.mark.parametrize("command, ranks", [
-    ("examples/trainer.py", 1), ("examples/lightning_loop.py", 1),
-    ("-m torch.distributed.run --nproc-per-node 2 examples/accelerate_loop.py", 2),
-])  # fmt: skip
-def test_examples_measure_what_they_run(tmp_path, command, ranks):
-    start = python if ranks > 1 else forked  # accelerate finds no other rank in a forked process
-    start(command.replace("examples", f"{ROOT}/examples"), TINY, cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("trainer", 1), ("lightning_loop", 1), ("accelerate_loop", 2)]
+)
+def test_examples_measure_what_they_run(tmp_path, name, ranks):
+    launcher = [*TORCHRUN[1:], ranks] if ranks > 1 else []
+    start = python if launcher else forked  # accelerate keeps this process' ranks when forked
+    start(launcher, ROOT / f"examples/{name}.py", TINY, cwd=tmp_path)
     r = only_result(tmp_path / "runs")
     tokens = {1: 4 * 128, 2: 4 * 128 * 2 * 2}[ranks]
     flags = "--device cpu --amp off --bsz 1 --seq-len 128 --n-steps 1"
