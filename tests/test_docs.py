@@ -184,12 +184,6 @@ def test_replacement_runs(command, run_documented):
         run_documented(words[script], words[script + 1 :])
 
 
-def test_the_gpu_of_tasks_is_known(own_hardware):
-    (entry,) = re.findall(r"```json\n(.*?)```", TASKS, flags=re.S)
-    own_hardware().write_text(entry)
-    assert find_hardware("My GPU").bf16_tflops == 500
-
-
 FOLDERS = "llm_train_bench|benchmarks|model|configs|docker|tests|docs"
 
 

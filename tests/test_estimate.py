@@ -675,25 +675,21 @@ class Event(NamedTuple):
 class Recorder(Clock):
     """Keeps the events."""
 
-    def __init__(self, one_stream, slowest):
-        super().__init__(one_stream)
-        self.slowest, self.events = slowest, []
-
     def run(self, group, stream, seconds, after=0.0):
         end = super().run(group, stream, seconds, after)
-        if seconds:
-            used = "compute" if self.one_stream else stream
-            times = self.slowest * (end - seconds), self.slowest * end
-            self.events.append(Event(group, used, *times))
+        used = "compute" if self.one_stream else stream
+        vars(self).setdefault("events", []).append(Event(group, used, end - seconds, end))
         return end
 
 
 def timeline(work, gpu) -> tuple[list[Event], float]:
     """All events of a step, and its seconds; an estimate lays out a few and repeats the last ones."""
     pieces = [speed_model.group_pieces(work, gpu, group)[0] for group in range(work.fsdp.pp)]
-    clock = Recorder(gpu.platform == "cpu", speed_model.slowest_node(work, gpu))
+    clock, slowest = Recorder(gpu.platform == "cpu"), speed_model.slowest_node(work, gpu)
     seconds = lay_out(work, pieces, speed_model.surroundings(work, gpu), clock).seconds
-    return clock.events, seconds * clock.slowest
+    events = [e for e in clock.events if e.end_s > e.start_s]
+    events = [e._replace(start_s=e.start_s * slowest, end_s=e.end_s * slowest) for e in events]
+    return events, seconds * slowest
 
 
 @pytest.mark.parametrize("setting", rows_of("step_settings.txt"))

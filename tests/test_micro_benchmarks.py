@@ -6,11 +6,12 @@ import math
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import collectives, on_gpu
+from benchmarks import on_gpu, peers
 from llm_train_bench.base.hardware import devices, find_hardware
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.measure.collective_rates import COLLECTIVES
@@ -27,12 +28,6 @@ def test_collectives_run_and_estimates_take_their_rate(own_hardware):
     found = find_hardware("h100")
     assert found.ring_gb_per_s == entry["ring_gb_per_s"] < 100
     assert found.bf16_tflops == 989.4 and found.fitted and found.fp8_tflops
-
-
-def test_one_rank_has_nothing_to_exchange(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["collectives.py", "--nproc", "1"])
-    with pytest.raises(SystemExit, match=r"^collectives\.py: one rank"):
-        collectives.main()
 
 
 @pytest.fixture(params=[80, 140])
@@ -92,31 +87,18 @@ def test_a_run_of_on_gpu_that_fails_or_is_wrong_ends_no_other(tmp_path):
 
 def test_peers_of_every_shape_have_their_share_of_the_time(tmp_path, monkeypatch):
     """On a GPU the rounds of a shape use all of it. Each run takes ten seconds of a stand-in's clock."""
-    from benchmarks import peers
-
     clock = [0.0]
 
     def run(*_):
         clock[0] += 10
         return {"losses": [4.0], "norm": 1.0, "ms": 1.0}
 
-    monkeypatch.setattr(on_gpu, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(on_gpu, "GPU", True)
-    monkeypatch.setattr(on_gpu, "sized", lambda _: ({"vocab_size": 9}, 2, 8))
-    monkeypatch.setattr(on_gpu, "run_here", run)
-
-    def save(_, directory):
-        run()
-        (directory / "saved").touch()
-
-    def time_peer(*args):
-        assert (args[-1] / "saved").exists()
-        return run()["ms"]
-
-    monkeypatch.setattr(peers, "write_checkpoint", save)
-    monkeypatch.setattr(peers, "time_peer", time_peer)
-    part = on_gpu.Part("peers", tmp_path, 150.0, None)
-    on_gpu.peers(part)
+    monkeypatch.setattr(peers, "write_checkpoint", run)
+    monkeypatch.setattr(peers, "time_peer", lambda *_: run()["ms"])
+    with mock.patch.multiple(on_gpu, time=mock.Mock(monotonic=lambda: clock[0]), GPU=True,
+                             sized=lambda _: ({"vocab_size": 9}, 2, 8), run_here=run):  # fmt: skip
+        part = on_gpu.Part("peers", tmp_path, 150.0, None)
+        on_gpu.peers(part)
     timed = {row["run"] for row in part.rows if "ms" in row}
     assert {name.rpartition(", ")[0] for name in timed} == {"gpt2, 125m", "gpt2, 1.5b", "llama, 8b"}
     assert any("left_out" in row for row in part.rows) and clock[0] <= 150
