@@ -264,7 +264,7 @@ network_arguments() {
 
 # Variables of the host that concern a run: they override those of the image and of amd.env. Keys and
 # tokens are among them. They are passed by name, so that no command line has their values.
-passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|ROCR|GPU_MAX|DISABLE_ADDMM|GLOO|OMP|UCX|FI|OFI_NCCL|WANDB|MLFLOW|HF)_'
+passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|ROCR|GPU_MAX|DISABLE_ADDMM|GLOO|OMP|UCX|FI|OFI_NCCL|WANDB|HF)_'
 passed_on+='|^CUDA_(VISIBLE_DEVICES|DEVICE_MAX_CONNECTIONS)$|^(NNODES|NODE|WAIT|HEAD|PORT|GPUS|NUMA|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
 
 # Paths on the host are not those in the image.

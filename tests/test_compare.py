@@ -135,6 +135,7 @@ def test_directories_are_searched_and_strangers_named(tmp_path, capsys, run_of):
     shutil.copytree(a, far / "a")  # no second run
     (tmp_path / "link").symlink_to(far)
     (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "itself.json").symlink_to(tmp_path / "itself.json")
     shutil.copy(LOGS / "torchtitan.log", tmp_path / "t.log")
     (tmp_path / "notes.txt").write_text("nothing of interest\n")
     (tmp_path / "other.json").write_text("{}")

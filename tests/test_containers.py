@@ -224,8 +224,7 @@ def image(tmp_path):
         put(site, name, version)
     packages = [(p.metadata["Name"], p.version, p.read_text("METADATA")) for p in
                 importlib.metadata.distributions()]  # fmt: skip
-    for package in (("wandb", "0.31.0"), ("mlflow-skinny", "3.5.0")):  # not of this environment
-        packages.append((*package, DESCRIBED.format(*package)))
+    packages.append(("wandb", "0.31.0", DESCRIBED.format("wandb", "0.31.0")))
     for name, version, described in packages:
         stem = re.sub(r"[-.]+", "_", name) + f"-{version}"
         files = {"METADATA": described, "WHEEL": WHEEL, "RECORD": ""}
@@ -257,7 +256,7 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
     assert {"pyyaml", "pydantic", "rich", "tensorboard", "torchao", "nvidia-ml-py"} <= set(after)
     assert (bench / "torch.version").read_text().strip() == VENDORS["torch"]
     # Scripts that need no torch run there, with the code of what was installed.
-    ours = after.keys() - {"torch", "transformer_engine", "wandb", "mlflow-skinny"}
+    ours = after.keys() - {"torch", "transformer_engine", "wandb"}
     files = itertools.chain(*(importlib.metadata.files(name) or () for name in ours))
     for top in {file.parts[0] for file in files} - {".."}:
         if not (image / top).exists():

@@ -9,7 +9,6 @@ import itertools
 import json
 import re
 import statistics
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -663,13 +662,8 @@ def test_measured_here_against_the_formula(tmp_path):
         assert getattr(e, name) / 2**30 == pytest.approx(memory[f"{name}_gib"], rel=0.1), name
 
 
-class Event(NamedTuple):
-    """Something that a group of like ranks does on one of its streams; seconds from the step's start."""
-
-    group: int
-    stream: str
-    start_s: float
-    end_s: float
+# What a group of like ranks does on one of its streams; seconds from the step's start.
+Event = collections.namedtuple("Event", "group stream start_s end_s")
 
 
 class Recorder(Clock):

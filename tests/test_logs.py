@@ -156,6 +156,13 @@ def test_a_run_that_diverged_is_marked(tmp_path):
     assert record.invalid == [] and record.losses[0] == (1, 13.0)
 
 
+def test_lines_with_figures_may_be_few():
+    step = "[step={}/5000,epoch=1]\n    optim/total grad norm=0.5\n"
+    told = "    train/CE loss=3.0\n    throughput/device/TPS=46,000\n"
+    log = parse_log("".join(step.format(i) + told * (i % 10 == 0) for i in range(1, 1991)))
+    assert log.suite == "OLMo-core" and len(log.steps) == 199
+
+
 def test_text_that_is_no_log():
     assert parse_log("step by step\nloss of time: 5\niteration of ideas") is None
 

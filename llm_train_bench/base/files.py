@@ -29,7 +29,7 @@ def how_to_install(command: str) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole: whatever ends the process, and whoever else writes, it is old or new."""
-    path = path.resolve()  # a link stays one
+    path = Path(os.path.realpath(path))  # a link stays one
     spare = path.with_name(f".llm-train-bench-{os.getpid()}-{secrets.token_hex(4)}.new")
     try:
         spare.write_text(text, encoding="utf-8")
@@ -47,7 +47,7 @@ def locked(path: Path) -> Iterator[None]:
 
     The lock is a file beside it, which is gone afterwards. A file system without locks has none.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such directory", str(path.parent))
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:12]

@@ -3,6 +3,7 @@
 import collections
 import csv
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -52,8 +53,8 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
 def not_taken(files: Iterable[Path], taken: set[Path]) -> Iterator[Path]:
     """Those that were not taken before; they are now."""
     for file in files:
-        if file.resolve() not in taken:
-            taken.add(file.resolve())
+        if (place := os.path.realpath(file)) not in taken:  # of a loop of links too
+            taken.add(place)
             yield file
 
 

@@ -6,6 +6,7 @@ For tests of your own: `assert_no_regression`.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -224,7 +225,9 @@ def own_runs(paths: Sequence[str | Path], besides: Path) -> list[Record]:
     records = read_records(map(str, paths), lines.append, LogFacts())
     if broken := [line for line in lines if "result.json: " in line]:
         raise UsageError(broken[0])
-    runs = [r for r in records if r.result and Path(r.path).resolve() != besides.resolve()]
+    runs = [
+        r for r in records if r.result and os.path.realpath(r.path) != os.path.realpath(besides)
+    ]
     if not runs:
         where = ", ".join(map(str, paths))
         raise UsageError(f"{where}: no result.json, and no file of runs besides {besides}")

@@ -117,19 +117,15 @@ PRINTED = re.compile(r"\{'(?:loss|train_runtime)':[^{}]{0,4000}\}")
 
 
 def suites_of(text: str) -> dict[str, int]:
-    """The suites whose lines a text has, and about how many steps each finds in it."""
+    """The suites whose lines a text has, and how many steps each finds in it."""
     found = {}
     for suite, form in SUITES.items():
         if suite == TRAINER:
-            entries = PRINTED.findall(text)
-            sample = entries[:: len(entries) // 200 + 1]
-            told = len(printed_log("\n".join(sample)).steps)
-            found[suite] = told * len(entries) // max(len(sample), 1)
-        elif all(part in text for part in form.line) and re.search(form.sign, text):
+            losses = sum(entry.startswith("{'loss'") for entry in PRINTED.findall(text))
+            found[suite] = losses or len(printed_log(text).steps)
+        elif all(part in text for part in form.line):
             records = _numbered(text, form)
-            sample = records[:: len(records) // 200 + 1]
-            told = sum(_step(*record, suite) is not None for record in sample)
-            found[suite] = told * len(records) // max(len(sample), 1)
+            found[suite] = sum(any(_quantities(record, form.rows)) for _, _, record in records)
     return {suite: n for suite, n in found.items() if n}
 
 

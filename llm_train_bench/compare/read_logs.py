@@ -114,6 +114,8 @@ def parse_log(text: str) -> Log | None:
         return None
     suite = next(suite for suite, n in found.items() if 2 * n >= max(found.values()))
     log = parse(text, suite)
+    if not log.steps:
+        return None
     if begin := last_start(log.steps):
         rest = parse(text[log.steps[begin - 1].end :], suite)
         facts = {k: v for k, v in vars(rest).items() if v is not None}

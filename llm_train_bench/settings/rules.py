@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import os
 import re
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from llm_train_bench.base.errors import UsageError
@@ -113,7 +112,7 @@ CONTRADICTIONS = (
     ("--resume auto needs --run-name, by which it finds earlier attempts",
      lambda a, s: a.resume == "auto" and a.run_name is None),
     ("--save-dir must differ from --output-dir, where runs go",
-     lambda a, s: a.save_dir and Path(a.save_dir).resolve() == Path(a.output_dir).resolve()),
+     lambda a, s: a.save_dir and os.path.realpath(a.save_dir) == os.path.realpath(a.output_dir)),
     ("--save-dir needs --save-every or --resume",
      lambda a, s: a.save_dir and not (a.save_every or a.resume)),
     ("--memory-snapshot records the warm-up; use --warmup-steps 2 or more",

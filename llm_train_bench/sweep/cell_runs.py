@@ -21,7 +21,7 @@ from llm_train_bench.base.errors import UsageError, one_line, printable, printab
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.machine import cpu_name, detect_platform, installed_version
 from llm_train_bench.model.config import ConfigError, load_config, model_name
-from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.model.json_keys import parse_json, plain_text
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
 from llm_train_bench.sweep.grid import Cell
@@ -201,7 +201,7 @@ class Rows:
         self.path = path
         self.rows: dict[str, CellRow] = {}
         self._lock()
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        lines = plain_text(path, 1024, errors="replace").split("\n") if path.exists() else []
         for number, line in enumerate(lines, 1):
             with contextlib.suppress(ValueError):
                 row = printable_data(parse_json(line))
