@@ -29,7 +29,7 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     if it could have been one (a log, a JSON with figures), and is otherwise skipped.
     """
     records: list[Record] = []
-    taken: set[Path] = set()
+    taken: set[str] = set()
     for name in paths:
         path = Path(name)
         if path.is_dir():
@@ -50,7 +50,7 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     return join_attempts(records)
 
 
-def not_taken(files: Iterable[Path], taken: set[Path]) -> Iterator[Path]:
+def not_taken(files: Iterable[Path], taken: set[str]) -> Iterator[Path]:
     """Those that were not taken before; they are now."""
     for file in files:
         if (place := os.path.realpath(file)) not in taken:  # of a loop of links too
