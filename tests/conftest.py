@@ -64,8 +64,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The files that take longest first, so that no worker is left alone with one at the end."""
-    longest = ("launch", "distributed", "combinations", "train", "sweep", "precision", "estimate",
-               "profile", "containers")  # fmt: skip
+    # Beside one whose processes compute (layouts) stands one whose processes wait (launch).
+    longest = ("layouts", "launch", "distributed", "chains", "combinations", "meter", "estimate",
+               "check", "train", "profile", "sweep", "precision", "containers")  # fmt: skip
     ranks = {f"test_{name}.py": i for i, name in enumerate(longest)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 
