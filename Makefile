@@ -41,9 +41,12 @@ lint: $(READY)
 	$(BIN)/basedpyright
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-# Two workers with one thread each, because more threads slow down such small models.
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+# Three workers with one thread each: more threads slow down such small models, and many tests wait. The linters run
+# beside them, and speak at the end.
+test: $(READY)
+	@mkdir -p build && $(MAKE) lint >build/lint.txt 2>&1 & linters=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder; code=$$?; \
+	wait $$linters; linted=$$?; cat build/lint.txt; exit $$((code ? code : linted))
 
 # The tests with the oldest supported torch, in a separate environment.
 test-oldest:

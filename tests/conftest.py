@@ -63,8 +63,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """The files that take longest first, so that no worker is left alone with one at the end."""
-    # Beside one whose processes compute (layouts) stands one whose processes wait (launch).
+    """The files that take longest first; those that compute beside those that wait."""
     longest = ("layouts", "launch", "distributed", "chains", "combinations", "meter", "estimate",
                "check", "train", "profile", "sweep", "precision", "containers")  # fmt: skip
     ranks = {f"test_{name}.py": i for i, name in enumerate(longest)}

@@ -49,7 +49,7 @@ TINY = [
 ]
 # Capturing a compiled cell takes seconds, and Inductor's code for it ten or more in a C++ compiler. So
 # the short form compiles few cells: each script, format and recomputation occurs among them, and
-# Inductor generates code for one. `make test-cells` runs all, by Inductor.
+# Inductor generates code for one. Of eager ones each pair occurs. `make test-cells` runs all.
 ALL_CELLS = "LLM_TRAIN_BENCH_ALL_CELLS" in os.environ
 COMPILED_BY_INDUCTOR = Combination("train_fsdp.py", "off", "off", "on", "op")
 COMPILED = {
@@ -58,7 +58,10 @@ COMPILED = {
     Combination("train_ddp.py", "fp16", "off", "on", "off"),
     Combination("train_fsdp.py", "bf16", "torchao", "on", "off"),
 }
-RUN_HERE = [c for c in ON_A_CPU if ALL_CELLS or c.compile == "off" or c in COMPILED]
+NUMBERS = {c: sum([*AXES[a]].index(v) for a, v in c._asdict().items()) for c in ON_A_CPU}
+EAGER = {c for c, n in NUMBERS.items() if n % 3 == 0 or c.entrypoint == "train.py"}
+SHORT = COMPILED | {c for c in EAGER if c.compile == "off"}
+RUN_HERE = [c for c in ON_A_CPU if ALL_CELLS or c in SHORT]
 
 
 def traced_only(c: Combination) -> bool:
