@@ -50,7 +50,7 @@ FOUND = [
     ("gate:result", {"environment": {"image": {"name": 7}, "libraries": [1]}}),
     ("gate:result", {"device": {"count": 0}}),
     ("trace:run", {"profile": {"matmul_flops": "x", "matmul_tflops": 1}}),
-    ("trace", {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 5, "dur": 0}]}),
+    ("trace:file", {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 5, "dur": 0}]}),
     ("sweep:rows", [{"key": "k", "model": "m", "axes": {}, "status": "failed", "script": []}]),
     ("doctor:amd", {"card0": {"VRAM Total Memory (B)": 7, "Card Series": "\x1b[2J"}, "system": 7}),
 ]

@@ -345,7 +345,7 @@ def test_a_run_goes_to_wandb(tracked, tmp_path, monkeypatch, refused):
     assert summary["tokens_per_sec"] == result["metrics"]["tokens_per_sec"]
     files = tracked.wandb.Artifact.return_value.add_file.call_args_list
     assert [Path(call.args[0]).name for call in files] == ["result.json", "steps.jsonl"]
-    assert run.finish.call_args.kwargs == {"exit_code": 0}
+    assert run.log_artifact.called and run.finish.call_args.kwargs == {"exit_code": 0}
     said = tracked("bad", **{"init.side_effect": OSError("no\nspace")})
     assert "wandb: not tracked: OSError: no space" in said
     assert "wandb sync" in tracked("offline", **{"api.api_key": None})
