@@ -203,7 +203,7 @@ def test_numa_nodes_and_a_quota_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(findings, "n_cores", lambda: 3)
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     across, quota = findings.placement(tmp_path, tmp_path / "cpu.max")
-    assert "may run on 2" in across.found and "--numa" in across.advice
+    assert "may run on 2" in across.found and "--numa-binding" in across.advice
     assert quota.found == "1.5 cores' time for 3 cores"
     (tmp_path / "cpu.max").write_text("max 100000\n")
     monkeypatch.setattr(findings, "_own_cores", lambda: {0, 1})

@@ -34,7 +34,7 @@ from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.provenance import numa_state
 from llm_train_bench.settings import flags
-from tests.helpers import ROOT, free_port, only_result, read_steps, words
+from tests.helpers import ROOT, free_port, only_result, read_steps
 from tests.processes import TORCHRUN, Started, signal_all, training, wait_until
 
 TINY = "configs/gpt2-tiny.json --seq-len 32 --bsz 2 --device cpu --amp off --no-tensorboard".split()
@@ -603,14 +603,15 @@ def test_the_ranks_of_a_script_share_the_cores(asked, monkeypatch):
     assert command[2:] == [str(ROOT / "x.py"), *TINY, "--nproc", "3", "--save-every", "5"]
 
 
-@pytest.mark.parametrize("platform, free, flags, noted", [
-    ("nvidia", 9, [], 1), ("cpu", 9, [], 0), ("amd", None, [], 0), ("nvidia", 9, ["--no-fit-check"], 0),
-])  # fmt: skip
-def test_memory_is_checked_on_a_gpu_where_it_is_known(platform, free, flags, noted, monkeypatch):
+@pytest.mark.parametrize(
+    "platform, free, noted", [("nvidia", 9, 1), ("cpu", 9, 0), ("amd", None, 0)]
+)
+def test_memory_is_checked_on_a_gpu_where_it_is_known(platform, free, noted, monkeypatch):
     plans = []
-    for name, value in (("platform_of", platform), ("free_gib", free), ("check_fit", ["tight"])):
+    values = {"platform_of": platform, "free_gib": free, "warn_of_memory": ["tight"]}
+    for name, value in values.items():
         monkeypatch.setattr(launch, name, lambda *args, value=value: value)
-    argv = [*TINY, *flags, "--save-every", "5"]
+    argv = [*TINY, "--save-every", "5"]
     launch.train_planned(lambda plan, *rest: plans.append(plan), argv, "train.py", Ranks(0, 1, 0))
     assert plans[0].notes.count("tight") == noted
 
@@ -659,23 +660,6 @@ def test_the_first_host_by_each_scheduler(tmp_path, monkeypatch):
     assert ranks._first_host({"LSB_DJOB_RANKFILE": str(hosts), "WORLD_SIZE": "4"}) == "node2"
     with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
         ranks._first_host({"PBS_NODEFILE": str(tmp_path / "none"), "WORLD_SIZE": "4"})
-
-
-def test_ranks_are_bound_to_the_cores_next_to_their_gpus(asked, tmp_path, monkeypatch, refused):
-    """By torchrun's own binding; without a GPU, numactl or ranks of its own the script says so."""
-    argv = ["configs/gpt2-tiny.json", "--numa", "--output-dir", tmp_path]
-    message = "--numa: binds ranks to the cores next to their GPUs; there is no GPU"
-    refused(fsdp, message, argv, "--device cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
-    refused(fsdp, "--numa: needs numactl", argv)
-    monkeypatch.setattr(launch.shutil, "which", lambda name: "/usr/bin/numactl")
-    assert fsdp(words(argv)) == 0
-    (config, _), *_ = asked
-    assert config.numa_options.affinity_mode.value == "node" and config.nproc_per_node == 2
-    with pytest.raises(UsageError, match="--numa: this script was started by a launcher"):
-        launch.check_started_by_launcher(flags.RankFlags(numa=True))
 
 
 def test_the_state_of_numa_is_told(tmp_path):

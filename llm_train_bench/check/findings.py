@@ -360,7 +360,7 @@ def placement(nodes: Path = NODES, cpu_max: Path = CPU_MAX) -> Iterator[Finding]
     for file in sorted(nodes.glob("node[0-9]*/cpulist")):
         across += bool(mine & _numbers(file.read_text(encoding="ascii")))
     if across > 1:
-        advice = "bind each rank to one node: --numa, or numactl --cpunodebind=0 --membind=0"
+        advice = "bind each rank to one node: torchrun --numa-binding node, or numactl -N 0 -m 0"
         yield Finding("NUMA nodes", "missing", f"this process may run on {across}", advice)
     quota = cpu_max.read_text(encoding="ascii").split() if cpu_max.exists() else ["max"]
     if quota[0] != "max" and (cores := int(quota[0]) / int(quota[1])) < n_cores():

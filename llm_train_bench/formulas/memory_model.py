@@ -25,8 +25,6 @@ from llm_train_bench.model.chunks import chunk_rows
 # by experience, not measured here. The allocator's own code left gaps of 1 to 7 % in steps of 1 to
 # 8 billion parameters, and of 12 % where single tensors take gigabytes.
 CONTEXT_GIB, COMMUNICATION_GIB, GAPS = 0.8, 1.0, 0.05
-# How far the estimate of a GPU's memory was from published figures at most (docs/ESTIMATES.md).
-MEMORY_ERROR = 0.2
 
 
 @dataclasses.dataclass(frozen=True)

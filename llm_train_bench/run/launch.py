@@ -19,7 +19,7 @@ from llm_train_bench.apply.precision import native_amp
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import DoesNotFit, Interrupted, UsageError
 from llm_train_bench.base.machine import n_cores
-from llm_train_bench.formulas.memory_model import MEMORY_ERROR, estimate_memory, largest_batch
+from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import (
     GIB,
@@ -78,8 +78,8 @@ def train_planned(train: Callable[..., None], argv: Sequence[str], prog: str, ra
     has = {"memory_gib": free, "native_amp": native_amp(device)}
     plan = make_plan(args, Script(prog), ranks.world, platform, **has)
     refuse_impossible(plan.work, device)
-    if platform != "cpu" and not args.no_fit_check and free:
-        plan = dataclasses.replace(plan, notes=(*plan.notes, *check_fit(plan.work, free)))
+    if platform != "cpu" and free:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *warn_of_memory(plan.work, free)))
     train(plan, device, ranks)
 
 
@@ -104,18 +104,16 @@ def free_gib(device: torch.device, ranks: Ranks) -> float | None:
     return has / math.ceil(here / torch.cuda.device_count()) if shares else has
 
 
-def check_fit(work: Work, has: float) -> Iterator[str]:
-    """A warning where the estimate exceeds a GPU's `has` GiB; DoesNotFit beyond its own error."""
+def warn_of_memory(work: Work, has: float) -> Iterator[str]:
+    """A warning where the estimate exceeds a GPU's `has` GiB."""
     if (need := estimate_memory(work).on_device(work.world) / GIB) <= has:
         return
     largest = largest_batch(
         lambda bsz: estimate_memory(work.with_micro_batch(bsz)).on_device(work.world), has * GIB
     )
     use = f"the largest --bsz that fits is {largest}" if largest else "no --bsz fits; use more GPUs"
-    text = f"this needs an estimated {need:,.1f} GiB, and the GPU has {has:,.1f}; {use}"
-    if need * (1 - MEMORY_ERROR) > has:
-        raise DoesNotFit(f"{text}; --no-fit-check tries it all the same")
-    yield f"memory may not suffice: {text}"
+    needs = f"this needs an estimated {need:,.1f} GiB, and the GPU has {has:,.1f}"
+    yield f"memory may not suffice: {needs}; {use}"
 
 
 def check_started_by_launcher(flags: RankFlags) -> None:
@@ -123,7 +121,6 @@ def check_started_by_launcher(flags: RankFlags) -> None:
     for flag, instead in (
         ("nproc", "its --nproc-per-node"),
         ("max_restarts", "torchrun's own"),
-        ("numa", "torchrun's --numa-binding, or your launcher's option"),
     ):
         if getattr(flags, flag):
             raise UsageError(
@@ -177,7 +174,6 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     """Start the script once per device through torchrun's own agent, and wait for all."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
-    from torch.numa.binding import AffinityMode, NumaOptions
 
     from llm_train_bench.run.agent import run_agent
 
@@ -188,13 +184,6 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)
     if not n:  # pytorch/pytorch#186516
         raise UsageError("PyTorch has a GPU but counts none: an amdsmi that does not fit its ROCm?")
-    numa = None
-    if args.numa:
-        if not cuda:
-            raise UsageError("--numa: binds ranks to the cores next to their GPUs; there is no GPU")
-        if shutil.which("numactl") is None:
-            raise UsageError("--numa: needs numactl; sudo apt-get install numactl")
-        numa = NumaOptions(affinity_mode=AffinityMode.NODE)
     # The ranks share the cores; more threads than cores slow every one of them down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores() // n)))
     # Nothing may listen beyond this machine: the ranks meet in a private directory, and what gloo and
@@ -216,7 +205,6 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
             run_id=f"{os.getpid()}",
             max_restarts=args.max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=str(private)),
-            numa_options=numa,
         )
         return config, [sys.executable, "-u", str(Path(script).resolve()), *argv]
 

@@ -6,7 +6,6 @@ from its first step to its last, so other steps cost nothing.
 
 import contextlib
 import ctypes
-import functools
 import gzip
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,16 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._C._profiler import _ExperimentalConfig
+from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from llm_train_bench.apply.compile import compile_counts
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import quiet_profiler
-from llm_train_bench.model import layers
-from llm_train_bench.model.layout import Attend
 from llm_train_bench.model.operators import taken
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import meet
@@ -48,7 +43,7 @@ class TorchCapture:
     """A trace of some steps by torch.profiler, one file a rank, and rank 0's breakdown of it."""
 
     def __init__(self, run: Run, model: nn.Module):
-        self.run, self.stacks, self.model = run, run.plan.profile.profile_stacks, model
+        self.run, self.model = run, model
         self.steps = run.plan.schedule.captured
         self.first = run.plan.schedule.profiled.start
 
@@ -64,10 +59,7 @@ class TorchCapture:
             self.run.device,
             schedule=self._action,
             # On a CPU a matmul's name says nothing of its format.
-            record_shapes=self.stacks or self.run.device.type == "cpu",
-            with_stack=self.stacks,
-            # Without it the stacks are in the trace but not in what export_stacks reads.
-            experimental_config=_ExperimentalConfig(verbose=True) if self.stacks else None,
+            record_shapes=self.run.device.type == "cpu",
         )
         self.profiler.step_num = self.first  # the trace counts steps as the run does
         self.profiler.current_action = self._action(self.first)
@@ -104,9 +96,6 @@ class TorchCapture:
         with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
             shutil.copyfileobj(source, target)
         plain.unlink()
-        if self.stacks:
-            stacks = path.with_name(f"rank{self.run.ranks.rank}.stacks")
-            self.profiler.export_stacks(str(stacks), f"self_{self.run.device.type}_time_total")
         if self.run.ranks.main:
             self.run.result.profile = self._breakdown(path)
         _go_on(self.run)
@@ -161,9 +150,8 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     if work.compiled or compiled.graphs:
         o.graphs_from_cache, o.graphs_generated = compiled.from_cache, compiled.generated
     on_gpu, asked = run.device.type == "cuda", "flex" if run.plan.flex else work.attention
-    in_parts = run.plan.profile.profile_attention and run.plan.schedule.profiler == "torch"
     unnamed = run.plan.flex if not on_gpu else not trace.gpu  # no kernel has a name there
-    if in_parts or unnamed:
+    if unnamed:
         o.attention = {side: [] for side in o.attention}
     ran = o.kernels
     if len(ran) == 1:
@@ -198,14 +186,11 @@ class NsysCapture:
 
     def __init__(self, run: Run, model: nn.Module):
         self.run, self.model, self.steps = run, model, run.plan.schedule.captured
-        ranks = run.plan.profile.nsys_ranks
-        self.mine = not ranks or run.ranks.rank in ranks
 
     def before(self, step: int) -> None:
         if step == self.steps.start:
             synchronize(self.run.device)
-            if self.mine:
-                _profiler_api(start=True)
+            _profiler_api(start=True)
             self.ranges = draw_ranges(self.run, self.model, torch.cuda.nvtx.range)
         if step in self.steps:
             torch.cuda.nvtx.range_push(f"step {step}")
@@ -216,8 +201,7 @@ class NsysCapture:
         if step == self.steps[-1]:
             synchronize(self.run.device)
             self.ranges.close()
-            if self.mine:
-                _profiler_api(start=False)
+            _profiler_api(start=False)
 
     def write(self, step: int) -> None:
         """Nothing is written here, but the pause after the last step is no part of the next."""
@@ -245,9 +229,6 @@ def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     run.log.watchers.append(draw)
     stack.callback(run.log.watchers.remove, draw)
-    if run.plan.profile.profile_attention:
-        stack.callback(setattr, layers, "attend", layers.attend)
-        layers.attend = functools.partial(attend_in_parts, draw, layers.attend)
     for part in (m for m in model.modules() if isinstance(m, Transformer)):  # stages of a pipeline
         for layer, block in part.blocks.items():
             _draw_forward(stack, block, f"blocks.{layer}", draw)
@@ -255,23 +236,6 @@ def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
             _draw_forward(stack, part.loss, "loss", draw)
         _draw_backward(stack, part, draw)
     return stack
-
-
-def attend_in_parts(
-    draw: Draw, fused: Attend, q: Tensor, k: Tensor, v: Tensor, mask, dropout=0.0, scale=None, *_
-) -> Tensor:
-    """What model.layers.attend computes, each part of it as a range; the softmax is fp32."""
-    if mask is not None:
-        return fused(q, k, v, mask, dropout, scale)
-    T, group = q.shape[2], q.shape[1] // k.shape[1]
-    with draw("attention scores"):
-        scores = (q @ k.repeat_interleave(group, 1).mT) * (scale or q.shape[-1] ** -0.5)
-        keep = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~keep, float("-inf"))
-    with draw("attention softmax"):
-        weights = F.dropout(scores.float().softmax(dim=-1).to(v.dtype), dropout)
-    with draw("attention values"):
-        return weights @ v.repeat_interleave(group, 1)
 
 
 def _draw_forward(stack: contextlib.ExitStack, module: nn.Module, name: str, draw: Draw) -> None:

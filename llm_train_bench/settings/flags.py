@@ -112,7 +112,6 @@ class BatchFlags:
     warmup_seconds: Minimum duration of the warm-up, so that a GPU reaches the clocks of a long
         run. If the steps take less, matmuls fill the rest. By default 10 on a GPU, 0 on a CPU.
     pass_type: Work of a step: the forward pass, forward and backward, or the full training step.
-    no_fit_check: Start even if the estimate exceeds the memory of the GPU.
     """
 
     bsz: int | Literal["auto"] = flag(
@@ -125,7 +124,6 @@ class BatchFlags:
     warmup_steps: int = flag(10, LENGTH, at_least=0, at_most=10**7)
     warmup_seconds: float | None = flag(None, LENGTH, at_least=0, at_most=3600)
     pass_type: Literal["forward", "forward-backward", "step"] = flag("step", LEARNT)
-    no_fit_check: bool = flag(False, OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,13 +244,11 @@ class LoraFlags:
     lora_alpha: Scale of the adapters, divided by the rank. By default twice the rank.
     lora_targets: Linear layers that have adapters, by their names in Hugging Face's files, such as
         q_proj,v_proj. all: all of the blocks; in models with experts, those of attention.
-    lora_base: Format of the frozen weights. auto: that of --amp.
     """
 
     lora_rank: int | None = flag(None, LEARNT, at_least=1, at_most=4096, headline=True)
     lora_alpha: float | None = flag(None, LEARNT, above=0, needs="lora_rank")
     lora_targets: str = flag("all", LEARNT, needs="lora_rank", metavar="NAMES")
-    lora_base: Literal["auto", "bf16", "fp32"] = flag("auto", SPEED, needs="lora_rank")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,14 +330,11 @@ class RankFlags:
     nproc: Processes to start without a launcher. By default one per GPU, two on a CPU.
     dist_timeout: Seconds after which a rank stops waiting for another (NCCL: a quarter more).
     max_restarts: Number of times to restart all ranks from the newest checkpoint after one failed.
-    numa: Run each rank on the CPU cores next to its GPU (by numactl). For ranks that the script starts;
-        with docker/torchrun_node.sh set NUMA=node.
     """
 
     nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
     dist_timeout: float = flag(600.0, OUTPUT, scripts=SEVERAL, above=0)
     max_restarts: int = flag(0, OUTPUT, scripts=SEVERAL, at_least=0)
-    numa: bool = flag(False, SPEED, scripts=SEVERAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -421,13 +414,9 @@ class ProfileFlags:
         result.json.
     profile_start: First captured step, from 0. By default after the window and two warm-up steps.
     profile_steps: Captured steps.
-    profile_stacks: Also record the inputs of operators, Python stacks and module names, and write
-        the stacks for flame graphs.
     nsys_start: First captured step, from 0: cudaProfilerStart runs before it (nsys profile -c
         cudaProfilerApi).
     nsys_end: First step after the captured ones.
-    nsys_ranks: Ranks to profile. By default all.
-    profile_attention: In captured steps, compute attention in parts: scores, softmax, values.
     no_observe: Do not trace an extra step at the end to observe which kernels ran.
     memory_snapshot: Record the allocator's history of the warm-up in memory.pickle, for PyTorch's
         memory viewer.
@@ -436,11 +425,8 @@ class ProfileFlags:
     profile: bool = flag(False, OUTPUT, common=True)
     profile_start: int | None = flag(None, OUTPUT, needs="profile", at_least=0)
     profile_steps: int = flag(3, OUTPUT, needs="profile", at_least=1, at_most=10**5)
-    profile_stacks: bool = flag(False, OUTPUT, needs="profile")
     nsys_start: int | None = flag(None, OUTPUT, at_least=0)
     nsys_end: int | None = flag(None, OUTPUT)
-    nsys_ranks: tuple[int, ...] = flag((), OUTPUT, needs="nsys_end")
-    profile_attention: bool = flag(False, OUTPUT)
     no_observe: bool = flag(False, OUTPUT)
     memory_snapshot: bool = flag(False, OUTPUT)
 
@@ -512,8 +498,14 @@ REMOVED: dict[str, Any] = {
     "beta2": 0.95,
     "fp8_primary_weights": False,
     "grad_compression": "off",
+    "lora_base": "auto",
+    "no_fit_check": False,
+    "nsys_ranks": (),
+    "numa": False,
     "peak_fp8_tflops": None,
+    "profile_attention": False,
     "profile_shapes": False,
+    "profile_stacks": False,
     "val_batches": 8,
 }
 # Values that a flag had before its type changed, and what they are now: {"bf16_weights": {"off": False}}.

@@ -189,8 +189,6 @@ def make_plan(
     schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags), platform)
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
-    if args.nsys_ranks and (last := max(args.nsys_ranks)) >= world:
-        raise UsageError(f"--nsys-ranks {last}: there are {world} ranks, numbered from 0")
     if schedule.profiler == "nsys" and platform == "cpu":
         raise UsageError("--nsys-start: Nsight Systems profiles GPUs; use --profile on a CPU")
     seq_len = resolve_seq_len(args.seq_len, config)
@@ -568,8 +566,7 @@ def resolve_lora(flags: LoraFlags, work: Work) -> Lora:
             f"--lora-targets {min(unknown)!r}: there are all, {', '.join(sorted(known))}"
         )
     rank, alpha = flags.lora_rank or 0, flags.lora_alpha or 2.0 * (flags.lora_rank or 0)
-    low = flags.lora_base == "bf16" or (flags.lora_base == "auto" and work.amp == "bf16")
-    return Lora(rank, alpha, targets, 2 if low else 4, tuple(found))
+    return Lora(rank, alpha, targets, 2 if work.amp == "bf16" else 4, tuple(found))
 
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:

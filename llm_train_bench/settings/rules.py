@@ -123,8 +123,6 @@ CONTRADICTIONS = (
      lambda a, s: None not in (a.nsys_start, a.nsys_end) and a.nsys_end <= a.nsys_start),
     ("--nsys-start with --profile: two profilers disturb each other; leave out --profile",
      lambda a, s: a.nsys_start is not None and a.profile),
-    ("--nsys-ranks: ranks are numbered from 0",
-     lambda a, s: a.nsys_ranks and min(a.nsys_ranks) < 0),
     ("--ddp-mode other than bucketed does not work with CUDA graphs; use --compile-mode default",
      lambda a, s: a.ddp_mode != "bucketed" and a.compile_mode in GRAPH_MODES),
     ("--ddp-mode other than bucketed does not work with --reduce-dtype bf16, a hook of "
@@ -168,16 +166,10 @@ CONTRADICTIONS = (
      lambda a, s: a.bf16_weights != "off" and (_divided(a) or s is Script.PP or a.use_fp8 or a.lora_rank
                                                or a.zero1 or a.cpu_offload)),
     ("--lora-rank with --amp fp16: use --amp bf16", lambda a, s: a.lora_rank and a.amp == "fp16"),
-    ("--lora-base bf16 with --amp off: the matmuls would be in two formats; use fp32",
-     lambda a, s: a.lora_rank and a.amp == "off" and a.lora_base == "bf16"),
     ("--zero1 needs --pass-type step: nothing else has an optimizer",
      lambda a, s: a.zero1 and a.pass_type != "step"),
     ("--zero1 does not work with --amp fp16 or --use-fp8; use train_fsdp.py",
      lambda a, s: a.zero1 and (a.amp == "fp16" or a.use_fp8)),
-    ("--profile-attention needs --profile or --nsys-start: it is for captured steps",
-     lambda a, s: a.profile_attention and not a.profile and a.nsys_start is None),
-    ("--profile-attention: a compiled block has no such parts; leave out --pt-compile",
-     lambda a, s: a.profile_attention and a.pt_compile),
     ("train_fsdp.py with --amp fp16 and --optimizer sgd: PyTorch has no fused SGD for sharded "
      "parameters; use adamw",
      lambda a, s: s is Script.FSDP and a.amp == "fp16" and a.optimizer == "sgd"),
