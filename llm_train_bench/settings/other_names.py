@@ -1,9 +1,11 @@
-"""Flags of other trainers: those that mean the same as ours, and what replaces others. Needs no torch."""
+"""Flags of other trainers and of earlier versions, and what replaces them. Needs no torch."""
 
 import functools
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+
+from llm_train_bench.settings.flags import REMOVED
 
 Table = dict[str, str]
 
@@ -38,13 +40,16 @@ def surprises(argv: Sequence[str]) -> list[str]:
 
 
 def replacement(flag: str, prog: str) -> str | None:
-    """What takes the place of another trainer's flag in `prog`; None for an unknown one."""
+    """What takes the place of another trainer's flag, or of one that is gone; None for an unknown one."""
     tables, whole = _tables(), _plain(flag)
     name = whole.rpartition(".")[2]  # of a flag with a section, as in --training.seq-len
     if ours := tables["accepted"].get(name):
         return f"--{ours}"
     answers = tables["answered"] | tables.get(prog, {})
-    return answers.get(whole) or answers.get(name)
+    answer = answers.get(whole) or answers.get(name)
+    if answer is None and whole.replace("-", "_") in REMOVED:
+        return "it is gone, and CHANGELOG.md says what to do instead"
+    return answer
 
 
 def right_value(flag: str, text: str) -> str | None:
