@@ -241,7 +241,7 @@ def test_attention_in_parts_is_attention():
     assert drawn == ["attention scores", "attention softmax", "attention values"] * 2
 
 
-@pytest.mark.parametrize("how", ["", "--pt-compile", "--pt-compile --fused-backward"])
+@pytest.mark.parametrize("how", ["", "--pt-compile"])
 def test_memory_falls_as_more_blocks_recompute(how, tmp_path):
     compiled = bool(how)
     argv = words(TINY, how, "--memory-snapshot --n-steps 1")

@@ -2,7 +2,7 @@
 
 A product sums over one dimension of its operands: N tokens, K inputs or M outputs of a linear layer.
 `tensor` is one scale for an operand, `rows` one for each of its vectors along the dimension that is
-summed over, None no FP8. Blocks of 32 numbers (mxfp8) never span ranks.
+summed over, None no FP8.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,6 @@ SCALES: dict[str, dict[str, tuple[str | None, str | None]]] = {
         "of_input": ("rows", "tensor"),
         "of_weight": (None, None),
     },
-    "nvfp4": dict.fromkeys(PRODUCTS, ("tensor", "tensor")),
 }
 
 
@@ -45,9 +44,7 @@ def reductions(
     `sizes` are of a rank's own operands.
     """
     for product, (*operands, over) in PRODUCTS.items():
-        for (_, dims), scale in zip(
-            operands, SCALES.get(recipe, {}).get(product, ()), strict=False
-        ):
+        for (_, dims), scale in zip(operands, SCALES[recipe][product], strict=True):
             reduced = over if scale == "rows" else dims
             number = sizes[dims.replace(over, "")] if scale == "rows" else 1
             for dim in reduced if scale else "":
