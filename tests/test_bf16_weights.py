@@ -75,7 +75,7 @@ def test_a_run_is_in_bf16_and_goes_on_from_its_checkpoint(tmp_path):
     older = {key: value for key, value in manifest.args.items() if key != "bf16_weights"}
     for args in (older, older | {"bf16_weights": "off"}):
         manifest = manifest.model_copy(update={"args": args})
-        with pytest.raises(UsageError, match="--bf16-weights True: .* was trained with False"):
+        with pytest.raises(UsageError, match=r"--bf16-weights True: .* was trained with False"):
             check_same_training(manifest, saved, plan.work, 6, flags, plan.data)
         off = flags | {"bf16_weights": False}
         check_same_training(manifest, saved, plan.work, 6, off, plan.data)
