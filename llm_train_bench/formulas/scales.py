@@ -2,7 +2,7 @@
 
 A product sums over one dimension of its operands: N tokens, K inputs or M outputs of a linear layer.
 `tensor` is one scale for an operand, `rows` one for each of its vectors along the dimension that is
-summed over, None no FP8.
+summed over, None no FP8. Blocks of 32 numbers (mxfp8, of other trainers) never span ranks.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,9 @@ def reductions(
     `sizes` are of a rank's own operands.
     """
     for product, (*operands, over) in PRODUCTS.items():
-        for (_, dims), scale in zip(operands, SCALES[recipe][product], strict=True):
+        for (_, dims), scale in zip(
+            operands, SCALES.get(recipe, {}).get(product, ()), strict=False
+        ):
             reduced = over if scale == "rows" else dims
             number = sizes[dims.replace(over, "")] if scale == "rows" else 1
             for dim in reduced if scale else "":
