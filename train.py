@@ -49,7 +49,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)
         materialize(model, device, files.seed, weights)
-        optimizer = build_optimizer(model, plan.optimizer, fp8)
+        optimizer = build_optimizer(model, plan.optimizer)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch)
         micro_batches = batches(data, samples, device, files.n_workers, plan.schedule.start_sample)

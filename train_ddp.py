@@ -50,7 +50,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         apply_offload(model, work.offload, device)
         materialize(model, device, files.seed, weights)
         ddp = apply_ddp(model, device, work.batch.grad_acc_steps, work.ddp)
-        optimizer = replica_optimizer(model, plan.optimizer, fp8, work.ddp, device)
+        optimizer = replica_optimizer(model, plan.optimizer, work.ddp, device)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, ranks.rank)
         micro_batches = batches(data, samples, device, files.n_workers, plan.schedule.start_sample)

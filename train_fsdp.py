@@ -17,7 +17,7 @@ from llm_train_bench.apply.precision import set_precision, set_weights
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, no_sync, set_exact_values
+from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, no_sync
 from llm_train_bench.parallel.layout import RankLayout
 from llm_train_bench.parallel.ranks import Ranks, join
 from llm_train_bench.run import loop
@@ -50,9 +50,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)
         apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), work)
-        materialize_shards(model, device, files.seed, weights, fp8, work.fsdp.cpu_offload)
-        optimizer = build_optimizer(model, plan.optimizer, fp8)
-        set_exact_values(optimizer, model, device, files.seed, weights, fp8)
+        materialize_shards(model, device, files.seed, weights, work.fsdp.cpu_offload)
+        optimizer = build_optimizer(model, plan.optimizer)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, layout.data_rank)
         micro_batches = batches(data, samples, device, files.n_workers, plan.schedule.start_sample)

@@ -97,8 +97,7 @@ from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
 from llm_train_bench.model import loss as loss_module
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import load_config
-from llm_train_bench.model.transformer import Transformer, fuse_backward
-from llm_train_bench.model.triton_kernels import PROGRAM_ROWS, norm_programs
+from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.flags import OptimizerFlags
 
 RESULTS = ROOT / "benchmarks/results/bytes.json"
@@ -312,12 +311,6 @@ class Counter(TorchDispatchMode):
         elif name in ("native_layer_norm_backward", "_fused_rms_norm_backward"):
             # One kernel for the input's gradient, one for the weights'.
             reads, kernels = reads + sum(map(storage_bytes, args[:2])), 2
-        elif func.namespace == "llm_train_bench":  # partial sums are written, and read once
-            first, sums = tensors_of(out)
-            rows = args[0].shape[:-2].numel() if name == "join_heads" else first.shape[0]
-            programs = math.ceil(rows / PROGRAM_ROWS)
-            programs = norm_programs(first.shape[-1]) if name == "norm_backward" else programs
-            writes, kernels = writes + 8 * programs * sums.numel(), 2
         elif name.startswith(("_foreach", "_fused_adam")):
             # A launch has at most 320 blocks of 65536 elements.
             blocks = sum(math.ceil(t.numel() / 65536) for t in args[0])
@@ -352,12 +345,10 @@ def chunked_loss(model: Titan):
     return chunked
 
 
-# Our step with --fused-backward, without, and where a matmul cannot add to the head's fp32 gradient.
-OURS = ("ours", "ours-plain", "ours-apart")
 Shape = namedtuple("Shape", "config depth B T names")
-GPT2 = (*OURS, "transformers", "nanogpt")
-LLAMA = (*OURS, "transformers", "litgpt", "torchtitan")
-MOE = ("ours-plain",)
+GPT2 = ("ours", "transformers", "nanogpt")
+LLAMA = ("ours", "transformers", "litgpt", "torchtitan")
+MOE = ("ours",)
 SHAPES = {
     "gpt2-125m": Shape("gpt2-125m", 12, 128, 1024, GPT2),
     "gpt2-1.5b": Shape("gpt2-1.5b", 48, 32, 1024, GPT2),
@@ -376,11 +367,9 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
     torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda"):
-            if name in OURS:
+            if name == "ours":
                 model = Transformer(config, shape.T)
                 model.loss.chunk_elements = chunk_elements(H200.total_memory / 2**30)
-                if name != "ours-plain":
-                    fuse_backward(model)
                 torch.set_default_dtype(torch.float32)
                 model.rope_for(shape.T, torch.device("cuda"))
                 apply_compile(model, "default")
@@ -414,10 +403,7 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
 def step(name: str, shape: Shape, depth: int, half: bool) -> list[Launch]:
     """Every launch of one training step of a model of `depth` blocks."""
     # Tried on a device; fake tensors do not know it.
-    loss_module.adds_wide, loss_module.detect_fake_mode = (
-        lambda *_: name != "ours-apart",
-        lambda: None,
-    )
+    loss_module.adds_wide, loss_module.detect_fake_mode = lambda *_: True, lambda: None
     torch._dynamo.reset()
     counter = Counter()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -441,7 +427,7 @@ def step(name: str, shape: Shape, depth: int, half: bool) -> list[Launch]:
                     zeros = {k: torch.zeros_like(parameter) for k in ("exp_avg", "exp_avg_sq")}
                     optimizer.state[parameter] = zeros | {"step": torch.zeros((), device="cuda")}
             counter.phase = "optimizer"
-            if name in OURS:
+            if name == "ours":
                 optimizer_step(parameters, optimizer, 1e-4, 1.0, None)
             else:
                 nn.utils.clip_grad_norm_(parameters, 1.0)

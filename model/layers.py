@@ -17,7 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from llm_train_bench.model.block_attention import attend_in_blocks
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.fused_backward import BiasApart, Gelu, SplitHeads
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
 from llm_train_bench.model.shapes import RopeScaling, Yarn
@@ -295,10 +294,7 @@ class Attention(nn.Module):
         """(B, T, d) to (B, T, d); `rope` is the tables for T positions."""
         qkv = self.layout.columns(self.qkv, x).unflatten(-1, (sum(self.heads), self.head_dim))
         B, T, _, _ = qkv.shape
-        if isinstance(self.qkv, BiasApart):
-            q, k, v, *gate = SplitHeads.apply(qkv, self.qkv.bias, tuple(self.heads))
-        else:
-            q, k, v, *gate = qkv.split(self.heads, dim=2)
+        q, k, v, *gate = qkv.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.normed(q, k) if self.whole_norm else (self.q_norm(q), self.k_norm(k))
         if rope is not None:
@@ -430,13 +426,9 @@ class MLP(nn.Module):
         self.up = nn.Linear(d, f, bias=config.mlp_bias)
         self.down = nn.Linear(f, d, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
-        self.tanh = config.activation == "gelu_tanh"
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.layout.columns(self.up, x)
-        apart = isinstance(self.up, BiasApart)
-        y = Gelu.apply(h, self.up.bias, self.tanh) if apart else self.activation(h)
-        return self.layout.reduce(self.down, y)
+        return self.layout.reduce(self.down, self.activation(self.layout.columns(self.up, x)))
 
 
 class GatedMLP(nn.Module):

@@ -5,7 +5,6 @@ and dropout are ours. Weight names are those of the plain block (`Transformer.we
 first values and Hugging Face files are the same. Written for Transformer Engine 2.2 and newer.
 """
 
-import contextlib
 import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -28,24 +27,19 @@ def convert(
     model: Transformer,
     te: types.ModuleType,
     cache_weights: bool,
-    primary_recipe=None,
     excluded: Collection[str] = (),
 ) -> types.SimpleNamespace:
     """Replace the linear layers and norms of all blocks, on the meta device, in place.
 
     Those in `excluded` stay: `attn.qkv`, `attn.out` or `mlp`. Returns a namespace: its `first` says
     whether the micro batch about to run is its step's first. With `cache_weights` the others reuse
-    the first one's FP8 weights. (Sharded modules ignore that.) With a `primary_recipe` the matmuls'
-    weights will be in that FP8 once they have storage.
+    the first one's FP8 weights. (Sharded modules ignore that.)
     """
     micro_batch = types.SimpleNamespace(first=True)
-    primary = primary_recipe is not None
-    options = {"enabled": True, "recipe": primary_recipe}
-    with te.quantized_model_init(**options) if primary else contextlib.nullcontext():
-        for block in model.blocks.values():
-            for module in _convert_block(block, model.config, te, excluded):
-                if cache_weights:
-                    module.forward = _cached(module.forward, micro_batch)
+    for block in model.blocks.values():
+        for module in _convert_block(block, model.config, te, excluded):
+            if cache_weights:
+                module.forward = _cached(module.forward, micro_batch)
     config = model.config  # not the model, which would then hold itself
     model.native_name = lambda name: native_name(name, config)
     return micro_batch

@@ -5,8 +5,8 @@ config says which, and one block serves both.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from llm_train_bench.model import block_attention, onednn, piece_attention
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import MixtureOfExperts
-from llm_train_bench.model.fused_backward import BiasApart, NormBeside
 from llm_train_bench.model.layers import (
-    ACTIVATIONS,
     MLP,
     Attention,
     Embedding,
@@ -30,7 +28,6 @@ from llm_train_bench.model.layers import (
     Rope,
     autocast_dtype,
     block_mask,
-    no_autocast,
     rope_tables,
 )
 from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
@@ -86,7 +83,6 @@ class Block(nn.Module):
         self.dropout, self.scale = config.residual_dropout, config.residual_scale
         self.norm_after, self.rotates = config.norm_after, layer not in config.no_rope_layers
         self.rotates &= not config.learned_positions
-        self.fused = False  # fuse_backward
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         """(B, T, d) to (B, T, d), with the rotary tables of T positions."""
@@ -95,23 +91,12 @@ class Block(nn.Module):
             x = x + self.drop(self.attn_norm(self.attn(x, rope, mask)))
             return x + self.drop(self.mlp_norm(self.mlp(x)))
         if self.attn is not None:
-            x, h = self.normed(x, self.attn_norm, self.attn.out)
-            h = self.attn(h, rope, mask)
+            h = self.attn(self.attn_norm(x), rope, mask)
             x = x + self.drop(h if self.attn_after is None else self.attn_after(h))
         if self.mlp is None:
             return x
-        x, h = self.normed(x, self.mlp_norm, getattr(self.mlp, "down", None))
-        h = self.mlp(h)
+        h = self.mlp(self.mlp_norm(x))
         return x + self.drop(h if self.mlp_after is None else self.mlp_after(h))
-
-    def normed(self, x: Tensor, norm: nn.Module, layer: nn.Module | None) -> tuple[Tensor, Tensor]:
-        """The residual stream and its norm; `layer` makes what is added to the stream next."""
-        if not self.fused:
-            return x, norm(x)
-        after = layer.bias if isinstance(layer, BiasApart) else None
-        with no_autocast(x.device):
-            bias = getattr(norm, "bias", None)
-            return NormBeside.apply(x, norm.weight, bias, after, norm.eps)
 
     def drop(self, x: Tensor) -> Tensor:
         """What is added to the residual stream: after dropout, and times the config's factor."""
@@ -141,32 +126,6 @@ def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
     if isinstance(norm, RMSNorm):
         norm.offset = float(config.norm_offset)
     return norm
-
-
-def fuse_backward(model: "Transformer") -> bool:
-    """Let the functions of fused_backward.py compute what they can of each block, in place; whether any.
-
-    A part stays as it is where its layer is no plain linear one (FP8), or where something lies between:
-    rotary embedding, dropout, a norm after the sublayer.
-    """
-    gelus = ACTIVATIONS["gelu"], ACTIVATIONS["gelu_tanh"]
-    for block in cast("Iterable[Any]", model.blocks.children()):
-        attn, mlp = block.attn, block.mlp
-        norms = block.attn_norm, block.mlp_norm  # Transformer Engine has them inside its modules
-        plain = all(isinstance(norm, RMSNorm | LayerNorm) for norm in norms)
-        block.fused = plain and not block.norm_after and not block.dropout and block.scale == 1
-        block.fused &= not (model.config.norm_around or model.config.norm_offset)
-        layers = []
-        if isinstance(attn, Attention) and not attn.q_norm and not block.rotates:
-            layers.append(attn.qkv)
-        if isinstance(mlp, MLP) and mlp.activation in gelus:
-            layers.append(mlp.up)
-        if block.fused and isinstance(norms[0], LayerNorm):
-            layers += [attn.out, getattr(mlp, "down", None)]
-        for layer in layers:
-            if type(layer) is nn.Linear and layer.bias is not None:
-                layer.__class__ = BiasApart
-    return any(isinstance(m, BiasApart) or getattr(m, "fused", False) for m in model.modules())
 
 
 class Transformer(HasWeights):

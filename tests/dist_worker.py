@@ -48,12 +48,10 @@ import train
 import train_ddp
 import train_fsdp
 import train_pp
-from llm_train_bench.apply.fp8.base import Fp8
-from llm_train_bench.apply.fp8.te import TransformerEngineFp8
 from llm_train_bench.apply.optimizer import build_optimizer, gradient_norm, optimizer_step
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.measure.device import pick_device
-from llm_train_bench.model import layers, te, transformer
+from llm_train_bench.model import layers, transformer
 from llm_train_bench.model.experts import Router, fullest_expert
 from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.piece_attention import Seen
@@ -67,7 +65,6 @@ from llm_train_bench.run.checkpoint import training_state
 from llm_train_bench.run.checkpoint.manifest import verify
 from llm_train_bench.run.launch import train_planned
 from llm_train_bench.run.loop import validation_loss
-from tests import te_standin
 from tests.faults import whole_state
 from tests.helpers import free_port, plan_of, without_inductor
 
@@ -292,15 +289,14 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def sharded(ranks, *flags, seq_len=8, config=LLAMA, convert=lambda model: None):
+def sharded(ranks, *flags, seq_len=8, config=LLAMA):
     """The model of a run of train_fsdp.py and its optimizer."""
     plan = plan_of([config, "--seq-len", seq_len, *flags], "train_fsdp.py", ranks.world, "cpu")
     with torch.device("meta"):
         model = Transformer(plan.work.config, seq_len)
-    fp8 = convert(model)
     layout = RankLayout(plan.work.fsdp, ranks.rank)
     apply_fsdp(model, layout.connect(CPU, plan.ranks.dist_timeout), plan.work)
-    materialize_shards(model, CPU, 0, fp8=fp8)
+    materialize_shards(model, CPU, 0)
     return model, build_optimizer(model, plan.optimizer)
 
 
@@ -337,27 +333,6 @@ def dtypes_in_a_block(ranks) -> list[str]:
     ids = torch.zeros(1, 8, dtype=torch.int64)
     model(ids, ids).backward()
     return seen
-
-
-def converted_losses(ranks, config: str) -> dict[str, list[float]]:
-    """Losses of a few steps under FSDP: of plain blocks, and of Transformer Engine's modules."""
-
-    def convert(model) -> Fp8:
-        micro = te.convert(model, te_standin, cache_weights=True, primary_recipe="any")
-        return TransformerEngineFp8(te_standin, "any", micro, False, None, True)
-
-    losses = {}
-    for name, how in (("plain", lambda model: Fp8()), ("converted", convert)):
-        model, optimizer = sharded(ranks, "--amp", "off", seq_len=16, config=config, convert=how)
-        ids = torch.arange(32).view(2, 16) + ranks.rank
-        losses[name] = []
-        for _ in range(3):
-            loss = model(ids, ids)
-            loss.backward()
-            optimizer_step(list(model.parameters()), optimizer, 1e-3, 1.0, None)
-            model.zero_grad()
-            losses[name].append(loss.item())
-    return losses
 
 
 def skips_for_an_overflow_elsewhere(ranks) -> bool:
@@ -428,7 +403,6 @@ def check_shards(ranks, out: Path) -> None:
         "offloaded": norm_of_offloaded(ranks),
         "skipped": skips_for_an_overflow_elsewhere(ranks),
         "timeouts": hsdp_timeouts(ranks),
-        "converted": [converted_losses(ranks, config) for config in (GPT2, LLAMA)],
         "dtypes": dtypes_in_a_block(ranks),
         "embedding": embedding_gradient_error(ranks),
     }

@@ -77,13 +77,10 @@ MODELS["one-head"] = MODELS["qwen2"] | dict(num_key_value_heads=1)
 MODELS["olmo3-few"] = MODELS["olmo3"] | dict(num_key_value_heads=2)
 MODELS["gpt_oss-few"] = MODELS["gpt_oss"] | dict(num_key_value_heads=2)
 MODELS["gemma3-one-head"] = MODELS["gemma3"] | dict(num_key_value_heads=1)
-# Blocks of 32 numbers.
-MODELS["wide"] = MODELS["qwen3"] | dict(intermediate_size=128)
 MODELS["wide-latent"] = MODELS["deepseek"] | dict(
     q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
     moe_intermediate_size=32,
 )  # fmt: skip
-MODELS["wide-moe"] = MODELS["moe"] | dict(intermediate_size=128)
 # Multi-token prediction, of two modules or of one.
 MODELS["gpt2-deep"] = MODELS["gpt2"] | dict(n_layer=4)
 MODELS["moe-deep"] = MODELS["moe"] | dict(num_hidden_layers=4)
@@ -135,16 +132,16 @@ class Case:
 
 
 PACK = "--pack --pack-lengths 9,0.8"
-BF16 = "--amp bf16 --bf16-weights master"
+BF16 = "--amp bf16 --bf16-weights"
 BALANCED_ROUTE = "--route balanced"
-MUON, EIGHT = "--optimizer muon", "--optimizer adamw8bit"
+MUON = "--optimizer muon"
 FP8 = {
     recipe: f"--use-fp8 --fp8-emulate --fp8-recipe {recipe} --fp8-backend torchao"
-    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 }
 FLAGS = dict(
     pack=PACK, lora="--lora-rank 4 --lora-alpha 64", mtp="--mtp 0.5", bf16=BF16, muon=MUON,
-    eight=EIGHT, balanced=BALANCED_ROUTE, save="--save-every 1 --save-keep 99", fp8=FP8,
+    balanced=BALANCED_ROUTE, save="--save-every 1 --save-keep 99", fp8=FP8,
 )  # fmt: skip
 
 
@@ -169,7 +166,7 @@ MUTANTS = {name for name, case in CASES.items() if case.mutant}
 # cases have both.
 ALONE = (
     "--sac-freq zbv --use-fp8 --optimizer --route --pt-compile --pack --lora-rank --mtp "
-    "--offload-activations --bf16-weights --fused-backward --save-every"
+    "--offload-activations --bf16-weights --save-every"
 ).split()
 CASES |= {
     f"{name}-sac": dataclasses.replace(case, flags=f"{case.flags} --sac-freq 1/1")
@@ -206,7 +203,7 @@ def reference_of(case: Case) -> tuple[str, Case]:
     low = "--use-fp8" in case.flags  # scales are of one micro batch, and so is a balance loss
     micro = case.micro if low or MODELS[case.model].get("output_router_logits") else 1
     kinds = [BF16 if BF16 in case.flags else "--amp bf16", PACK, FLAGS["lora"], FLAGS["mtp"]]
-    kinds += MUON, EIGHT, BALANCED_ROUTE, *FP8.values()
+    kinds += MUON, BALANCED_ROUTE, *FP8.values()
     more = "".join(f" {flags}" for flags in kinds if flags in case.flags)
     alone = Case(1, case.model, f"--bsz {GLOBAL // micro} --grad-acc-steps {micro}{more}")
     return f"{case.model}-{micro}{more.replace(' ', '')}", alone
@@ -327,8 +324,6 @@ def compare(name: str, out: Path) -> Difference:
     limits = {"gradient": case.rough or 1e-5} if case.steps == 2 else LIMITS
     if MUON in case.flags:  # momenta are rounded to bf16
         limits = limits | dict(loss=1e-4, valid=1e-4, norm=5e-5, later=3e-4, at_end=2e-3)
-    elif EIGHT in case.flags:  # moments to 8 bits
-        limits = limits | dict(loss=1e-4, valid=1e-4, norm=5e-4, later=2e-3, at_end=2e-2)
     if DEVICE == "cuda":  # kernels are chosen by size; not measured yet
         limits = {key: 10 * limit for key, limit in limits.items()}
     return Difference(dict(zip(LIMITS, numbers, strict=True)), most, traffic, limits)

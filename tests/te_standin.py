@@ -4,38 +4,19 @@ It follows the documentation of version 2.20. It shows that our use of the modul
 and nothing about the library itself; tests/test_gpu.py does that.
 """
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint  # noqa: F401
-
-quantizing = False
-
-
-class QuantizedTensor:
-    """There are none here."""
-
-
-@contextlib.contextmanager
-def quantized_model_init(enabled, recipe):
-    """Modules built inside it make their matrices anew when they get storage."""
-    global quantizing
-    assert recipe is not None
-    quantizing = enabled
-    yield
-    quantizing = False
 
 
 class Module(nn.Module):
-    """Parameters on the meta device, until `reset_parameters` puts others in their place."""
+    """Parameters on the meta device."""
 
     def __init__(self, size, device, params_dtype, normalization=None, eps=None):
         super().__init__()
         assert device == "meta" and params_dtype == torch.float32
-        self.quantized, self.casts, self.n_reused = quantizing, {}, 0
+        self.casts, self.n_reused = {}, 0
         self.size, self.normalization, self.eps = size, normalization, eps
         if normalization:
             self.add("layer_norm_weight", size)
@@ -60,14 +41,6 @@ class Module(nn.Module):
 
     def add(self, name, *shape):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
-
-    def reset_parameters(self):
-        assert self.quantized
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            rows = torch.full_like(parameter.to_local(), float("nan"), device="cpu")
-            place, size = (parameter.device_mesh, parameter.placements), parameter.size()
-            part = DTensor.from_local(rows, *place, shape=size, stride=parameter.stride())
-            setattr(self, name, nn.Parameter(part))
 
 
 class Linear(Module):

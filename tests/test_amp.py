@@ -76,8 +76,8 @@ def test_a_slow_format_runs_with_a_note_if_asked_for(cpu_with, tmp_path, capsys)
 
 
 MORE = [
-    "", "--optimizer muon", "--optimizer adamw8bit", "--optimizer sgd", "--lora-rank 2",
-    "--lora-rank 2", "--bf16-weights master",
+    "", "--optimizer muon", "--optimizer sgd", "--lora-rank 2",
+    "--bf16-weights",
     "--zero1", "--cpu-offload", "--linear te", "--linear onednn", "--use-fp8 --fp8-emulate",
 ]  # fmt: skip
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.model import block_attention, fused_backward, onednn
+from llm_train_bench.model import block_attention, onednn
 from llm_train_bench.model.block_attention import attend_in_blocks
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.layers import gelu_tanh
@@ -116,8 +116,7 @@ def test_attention_in_blocks_is_exact(dtype, sizes):
 
 def operators():
     """Each operator of ours with inputs of which an output could be a view: dense, and one head."""
-    q, rows, vector = normal(2, 1, 40, 8), normal(40, 24), normal(24)
-    heads = normal(2, 9, 1, 8)
+    q, rows = normal(2, 1, 40, 8), normal(40, 24)
     yield block_attention.forward, (q, q.clone(), q.clone(), 1.0)
     one = q[:, :, :1].contiguous()
     yield block_attention.forward, (one, one.clone(), one.clone(), 1.0)
@@ -128,11 +127,6 @@ def operators():
         yield onednn.linear, (rows, normal(24, 16).t(), normal(16))
         yield onednn.grad_weight, (normal(40, 16), rows)
         yield onednn.grad_weight, (normal(40, 48), rows)
-    yield fused_backward.gelu_backward, (rows, rows.clone(), True)
-    yield fused_backward.join_heads, (heads, heads.clone(), heads.clone())
-    for mean in (None, normal(40, 1)):
-        inputs = (rows, rows.clone(), mean, normal(40, 1).abs(), vector, rows.clone())
-        yield fused_backward.norm_backward, inputs
 
 
 def test_no_operator_returns_a_view_of_its_inputs_or_another_shape_than_it_says():
@@ -156,12 +150,6 @@ def test_compiled_attention_of_one_head_has_its_gradients():
     right = gradients(lambda x: attend(x, False), [x.double()], grad.double())
     ours = gradients(torch.compile(lambda x: attend(x, True), fullgraph=True), [x], grad)
     assert all(error(a, b) < 1e-6 for a, b in zip(ours, right, strict=True))
-
-
-def test_what_nothing_can_use_is_refused(tmp_path, capsys):
-    argv = words(helpers.write_config(tmp_path, FAMILIES["olmo2"]), "--fused-backward --seq-len 16")
-    assert helpers.train_main([*argv, *words("--device cpu --output-dir", tmp_path)]) == 2
-    assert "--fused-backward: no part of this model can use it" in capsys.readouterr().err
 
 
 def test_compiled_gelu_is_the_tanh_form():
@@ -189,7 +177,6 @@ def test_who_takes_blocks_and_onednn(tmp_path):
     assert plan(tmp_path, *long, "--attention", "blocks", **wide).work.attention == "blocks"
     assert plan(tmp_path, *short).work.linear == "auto"
     assert plan(tmp_path).work.linear is None  # bf16
-    assert plan(tmp_path, *short, "--fused-backward").work.linear is None
     for flags, options in (  # of others see tests/wrong_commands.txt
         (("--attention", "blocks"), dict(platform="nvidia")),
         (("--attention", "blocks"), dict(attn_pdrop=0.1)),

@@ -1,7 +1,6 @@
 """train_ddp.py and train_fsdp.py on gloo: the losses of train.py, the promised traffic and memory."""
 
 import dataclasses
-import itertools
 import json
 from collections import Counter
 
@@ -43,7 +42,6 @@ CASES = {
     "ddp2-parameter": (2, DDP, "--ddp-mode parameter"),
     "ddp2-parameter-after": (2, DDP, "--ddp-mode parameter-after"),
     "ddp2-buckets-after": (2, DDP, "--ddp-mode bucketed-after --bucket-cap-mb 0.125"),
-    "ddp2-fused": (2, DDP, "--fused-backward"),
     "ddp2-zero1-sgd": (2, DDP, f"{SGD} --zero1 --ddp-mode parameter"),
     "fsdp2": (2, FSDP, ""),
     "fsdp2-accumulate2": (2, FSDP, "--global-bsz 16 --bsz 4"),
@@ -249,16 +247,13 @@ def test_a_bucket_is_filled_to_its_last_byte():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_shards_are_what_they_should_be(world, runs):
-    """3 fp32 values a parameter (itself and AdamW's two), split evenly; no FP8 (tests/te_standin.py)."""
+    """3 fp32 values a parameter (itself and AdamW's two), split evenly."""
     checks = result_of(runs, f"checks{world}.json")
     assert checks["differing"] == [[]] * world  # a checkpoint is loaded bitwise under any layout
     assert checks["held"] == [3 * 4 * PARAMETERS / world] * world
     assert checks["skipped"] == [True] * world  # an fp16 step that overflows on one of them
     assert checks["offloaded"] == pytest.approx([1.0] * world)
     assert checks["timeouts"] == [[7.0] * (2 + 1 + 7)] * world
-    for losses in itertools.chain(*checks["converted"]):
-        assert losses["converted"] == pytest.approx(losses["plain"], abs=1e-5)
-        assert losses["plain"][-1] < losses["plain"][0]
     assert max(checks["embedding"]) < 0.02  # gradients are summed in full precision
     assert checks["dtypes"] == [["torch.bfloat16", "torch.float32", "torch.float32"]] * world
 

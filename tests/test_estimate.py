@@ -187,7 +187,7 @@ def test_peaks_are_those_of_pytorchs_own_allocator(monkeypatch):
         formula = estimate_memory(plan.work).peak
         errors[words] = formula / 2**30 / float(peak) - 1
         assert abs(errors[words]) < 0.06, words
-    assert len(errors) == 65 and abs(statistics.median(errors.values())) < 0.01
+    assert len(errors) == 63 and abs(statistics.median(errors.values())) < 0.01
 
 
 def test_what_streams_keep_apart_is_needed_too():
@@ -549,35 +549,13 @@ def test_a_gather_costs_its_whole_latency():
     assert always - never == pytest.approx(forward - root, rel=0.05)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "current"])
-def test_weights_gathered_in_fp8_are_half_the_bytes(recipe):
-    flag = "--fp8-all-gather"
-    fp8 = "--bsz 1 --use-fp8 --fp8-recipe"
-    plain, low = (speed("llama-3.1-8b", 4096, f"{fp8} {recipe} {x}", 64) for x in ("", flag))
+def test_weights_gathered_in_fp8_are_half_the_bytes():
+    fp8 = "--bsz 1 --use-fp8 --fp8-recipe tensorwise"
+    plain, low = (speed("llama-3.1-8b", 4096, x, 64) for x in (fp8, f"{fp8} --fp8-all-gather"))
     # Each parameter of a block has 2 + 2 bytes gathered and 4 reduced; FP8 saves two of these.
     saved = 1 - communication(low) / communication(plain)
     assert 0.18 < saved < 0.25
-    before, after = (memory(f"{fp8} {recipe} {more}") for more in ("", flag))
-    assert after.gathered < before.gathered
-    if recipe == "current":
-        change = after.parameters + after.optimizer - before.parameters - before.optimizer
-        blocks = 32 * 218_103_808  # parameters of a block's matrices
-        assert change * 8 == pytest.approx((4 - 3) * blocks, rel=1e-6)
-        both = memory(f"{fp8} mxfp8 {flag}")
-        assert (both.parameters - after.parameters) * 8 == pytest.approx(blocks, rel=1e-6)
-
-
-@pytest.mark.parametrize(("reshard", "width"), [("always", 33 / 32), ("never", 66 / 32)])
-def test_mxfp8_gathers_its_scales_and_both_orientations_where_once_must_do(reshard, width):
-    text = "llama-tiny.json --use-fp8 --fp8-recipe mxfp8 --fp8-all-gather --reshard-after-forward"
-    shapes = {"blocks.0.mlp.gate_up.weight": (1376, 256), "blocks.0.attn_norm.weight": (256,)}
-    # 688 rows of the MLP do not divide by 32 x 4; here that does not matter.
-    config = load_config("configs/llama-tiny.json")
-    config = dataclasses.replace(config, intermediate_size=768)
-    work = work_of(f"{text} {reshard}", "train_fsdp.py", 4, config=config)
-    moved = fsdp_bytes(shapes, work)["all_gather"]
-    gathers = 2 if reshard == "always" else 1
-    assert moved == gathers * (1376 * 256 * width + 256 * 2)
+    assert memory(f"{fp8} --fp8-all-gather").gathered < memory(fp8).gathered
 
 
 def test_fp32_matmuls_are_slower_than_the_device_can():

@@ -110,7 +110,6 @@ TOGGLES = [
     *(f"--pt-compile --compile-mode {mode}" for mode in COMPILE_MODES),
     *(f"--attention {kernel}" for kernel in ("flash", "cudnn", "efficient", "math")),
     *("--sac-freq 1/2", "--sac-freq 1/1 --sac-policy op", "--pt-compile --sac-freq 1/2"),
-    *("--fused-backward", "--pt-compile --fused-backward"),
     *("--pad-vocab 384", "--bsz 2 --grad-acc-steps 2", "--amp fp16", "--nsys-start 6 --nsys-end 8"),
     "--bsz 2 --grad-acc-steps 2 --pt-compile --compile-mode reduce-overhead",
     pytest.param("--linear te", marks=MARKS["te"]),
@@ -125,9 +124,6 @@ def test_toggles_compute_the_same(flags, tmp_path, plain):
     r = only_result(tmp_path)
     if "--attention" in flags:
         assert r["attention_kernel"] == flags[1]
-    triton = [part for part, way in r["observed"]["paths"].items() if way == "triton"]
-    fused = ["gelu_backward", "join_heads", "norm_backward"]
-    assert sorted(triton) == fused * ("--fused-backward" in flags)
     if {"reduce-overhead", "max-autotune"} & set(flags):
         assert not any("recorded again" in note for note in remark_texts(r)), remark_texts(r)
         assert r["memory"] is None
@@ -288,8 +284,7 @@ def by_one_rank(script, out, *flags):
 ONE_RANK = [
     *((script, ["--amp", "off"], 1e-4) for script in RANKED),
     ("train_fsdp.py", ["--cpu-offload"], 1e-2),
-    *((script, ["--bf16-weights", "master"], 1e-2) for script in RANKED),
-    *((script, ["--bf16-weights", "stochastic"], 1e-2) for script in RANKED),
+    *((script, ["--bf16-weights"], 1e-2) for script in RANKED),
     *(
         pytest.param(script, ["--use-fp8", "--fp8-backend", backend], 1e-2, marks=mark)
         for backend, mark in MARKS.items()
@@ -388,24 +383,6 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     for name, parameter in plain.weights():
         difference = (theirs[name].grad - parameter.grad).norm() / parameter.grad.norm()
         assert difference < 5e-2, name
-
-
-@pytest.mark.transformer_engine
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_fp8_primary_weights(recipe, tmp_path):
-    """The fp32 weights are in the optimizer: the losses are those of FP8 with fp32 parameters."""
-    fp8 = ["--use-fp8", "--fp8-backend", "te", "--fp8-recipe", recipe]
-    cast = by_one_rank("train_fsdp.py", tmp_path / "cast", *fp8)
-    primary = by_one_rank("train_fsdp.py", tmp_path / "primary", *fp8, "--fp8-all-gather")
-    assert_alike(primary, cast)
-    r, cast = only_result(tmp_path / "primary"), only_result(tmp_path / "cast")
-    assert r["fp8"]["primary_weights"] and r["fp8"]["all_gather"]
-    # One byte per weight instead of four: only gathered weights have a transpose.
-    saved = cast["memory"]["parameters_gib"] - r["memory"]["parameters_gib"]
-    numbers = r["fp8"]["n_parameters"] / 2**30
-    assert saved == pytest.approx(3 * numbers, rel=0.03)
-    grown = r["memory"]["optimizer_gib"] - cast["memory"]["optimizer_gib"]
-    assert grown == pytest.approx(4 * numbers, rel=0.02)
 
 
 LONG_STEPS = ["--profile", "--profile-steps", 15, "--bsz", 16, "--seq-len", 512]
@@ -509,12 +486,10 @@ def test_the_heads_gradient_is_summed_inside_its_matmuls(dtype):
 
 
 @pytest.mark.torchao
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
-def test_experts_by_kernels_are_near_the_reference(recipe):
+def test_experts_by_kernels_are_near_the_reference():
     """Output and gradients of FP8 experts against what a CPU's tests hold to explicit loops."""
-    needed = (10, 0) if recipe == "mxfp8" else (9, 0)
-    if torch.cuda.get_device_capability() < needed:
-        pytest.skip(f"{recipe} needs compute capability {needed[0]}.{needed[1]}")
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
     from llm_train_bench.apply.fp8.torchao import grouped_product
 
     torch.manual_seed(0)
@@ -524,7 +499,7 @@ def test_experts_by_kernels_are_near_the_reference(recipe):
     ends, results = counts.cumsum(0, dtype=torch.int32), []
     for emulated in (True, False):
         x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-        y = grouped_product(recipe, emulated, x, w.transpose(1, 2), ends)
+        y = grouped_product(emulated, x, w.transpose(1, 2), ends)
         torch.manual_seed(1)
         y.backward(torch.randn_like(y))
         results.append([y, x.grad, w.grad])
@@ -550,7 +525,6 @@ def test_products_of_parts_by_kernels_are_near_the_emulated(recipe):
         assert (made - expected).norm() < 0.01 * expected.norm(), name
 
 
-@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw8bit", marks=MARKS["torchao"])])
-def test_other_optimizers_learn(optimizer, tmp_path):
-    losses = [s["loss"] for s in steps(tmp_path, "--optimizer", optimizer)]
+def test_muon_learns(tmp_path):
+    losses = [s["loss"] for s in steps(tmp_path, "--optimizer", "muon")]
     assert losses[-1] < losses[0]

@@ -210,7 +210,7 @@ def test_the_nsys_range_holds_the_steps_asked_for(monkeypatch):
     assert [c for c in parts if c in order] == order
 
 
-@pytest.mark.parametrize("how", ["", "--pt-compile", "--pt-compile --fused-backward"])
+@pytest.mark.parametrize("how", ["", "--pt-compile"])
 def test_memory_falls_as_more_blocks_recompute(how, tmp_path):
     compiled = bool(how)
     argv = words(TINY, how, "--memory-snapshot --n-steps 1")

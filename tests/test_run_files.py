@@ -234,14 +234,19 @@ def test_flags_come_and_go(tmp_path, monkeypatch, output_of, refused):
     assert "figures: this version lacks old_way True" in told
 
 
-def test_values_come_and_go(tmp_path, monkeypatch, refused):
+def test_values_come_and_go(tmp_path, refused):
     """A value that is gone is a setting; an old default of another type is the default."""
-    plain, gone = trial(tmp_path, "plain"), trial(tmp_path, "gone", args__bf16_weights="rounded")
-    assert id_of(plain) != id_of(gone)
-    message = "--bf16-weights rounded, and this version has no such value"
+    plain, former, on, gone = (
+        trial(tmp_path, str(value), args__bf16_weights=value)
+        for value in (False, "off", True, "stochastic")
+    )
+    assert id_of(plain) == id_of(former) != id_of(on)
+    assert id_of(gone) not in (id_of(plain), id_of(on))
+    message = "--bf16-weights stochastic, and this version has no such value"
     refused(train_main, message, "--from", gone / "result.json")
-    monkeypatch.setitem(flags.FORMER_VALUES, "bf16_weights", {"never": "off"})
-    assert id_of(trial(tmp_path, "former", args__bf16_weights="never")) == id_of(plain)
+    assert not parse_args(["--from", str(former / "result.json")], "train.py").bf16_weights
+    assert compare.main(words(former, "--save", tmp_path / "former.json")) == 0
+    assert id_of(tmp_path / "former.json") == id_of(plain)
 
 
 @pytest.mark.parametrize(("changes", "answer"), cases("setting"))

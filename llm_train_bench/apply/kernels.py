@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from llm_train_bench.apply.compile import key_compiled_code
-from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.onednn import use_onednn
-from llm_train_bench.model.transformer import Transformer, fuse_backward
+from llm_train_bench.model.transformer import Transformer
 
 
 def apply_kernels(model: Transformer, work: Work, linear: str) -> None:
@@ -17,7 +16,5 @@ def apply_kernels(model: Transformer, work: Work, linear: str) -> None:
     for block in cast("Iterable[Any]", model.blocks.children()):
         if block.attn is not None:
             block.attn.blocks = work.attention == "blocks"
-    if work.fused_backward and not fuse_backward(model):
-        raise UsageError("--fused-backward: no part of this model can use it here; leave it out")
     if linear == "onednn":
         use_onednn(model)

@@ -11,6 +11,7 @@ from llm_train_bench.base.files import SECRET
 from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.results.schema import Lineage, Result, Writer
 from llm_train_bench.settings.flags import (
+    FORMER_VALUES,
     OUTPUT,
     REMOVED,
     Args,
@@ -68,7 +69,8 @@ def public_value(name: str, value: Any) -> Any:
     plain = rf"text-[0-9a-f]{{10}}|synthetic|\d+/\d+|{number}(,{number})*"
     if name == "lora_targets":  # names of layers
         plain += r"|[a-z_,]{1,60}"
-    known = text in flag_words(name) or text == REMOVED.get(name)
+    former = {REMOVED.get(name), *FORMER_VALUES.get(name, ())}
+    known = text in flag_words(name) or text in former
     return text if known or re.fullmatch(plain, text, re.ASCII) else digest(text)
 
 

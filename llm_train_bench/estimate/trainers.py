@@ -13,6 +13,8 @@ from llm_train_bench.settings.plan import Plan, make_plan, refuse_te, resolve_lo
 from llm_train_bench.settings.rules import FP8_RECIPES, check
 
 TRAINERS_FILE = CONFIGS / "trainers.json"
+# FP8 recipes by library; published runs of torchao have one more than ours.
+RECIPES = FP8_RECIPES | {"torchao": (*FP8_RECIPES["torchao"], "mxfp8")}
 
 
 @functools.cache
@@ -50,7 +52,7 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
         return make_plan(check(args, script), script, *others, **more)
     for what, given in {
         "--cpu-offload": args.cpu_offload,
-        "--bf16-weights": args.bf16_weights != "off",
+        "--bf16-weights": args.bf16_weights,
         "--fp8-all-gather": args.fp8_all_gather,
         "--fp8-emulate": args.fp8_emulate,
         "--mtp with --lora-rank": args.mtp is not None and args.lora_rank,
@@ -75,7 +77,7 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
         recipe = args.fp8_recipe
         if recipe == "auto":
             recipe = "tensorwise" if torchao else "current"
-        known = [name for name, recipes in FP8_RECIPES.items() if recipe in recipes]
+        known = [name for name, recipes in RECIPES.items() if recipe in recipes]
         backend = next((n for n in known if n == ("torchao" if torchao else "te")), known[0])
         if args.fp8_backend not in ("auto", backend):
             raise UsageError(

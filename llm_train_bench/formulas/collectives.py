@@ -63,22 +63,13 @@ def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     return moved
 
 
-def fp8_gather_bytes(work: Work) -> float:
-    """Bytes that a gather in FP8 moves a parameter.
-
-    A scale of the whole tensor, an all-reduce of a few numbers, is left out. MXFP8's scales, a byte
-    for every 32 numbers, travel with them. Where backward does not gather again, forward gathers both
-    orientations (`fsdp_pre_all_gather` in Transformer Engine's mxfp8_tensor.py).
-    """
-    if work.fp8.recipe != "mxfp8":
-        return 1.0
-    return (1 + 1 / 32) * (1 if work.fsdp.reshard else 2)
-
-
 def _gathered_in_fp8(work: Work) -> tuple[str, ...]:
-    """Endings of the names of the weights that FSDP gathers in FP8."""
+    """Endings of the names of the weights that FSDP gathers in FP8.
+
+    Their scales, an all-reduce of a few numbers, are left out.
+    """
     names = layer_names(work.config)
-    return tuple(f".{names[x]}.weight" for x in work.fp8.layers if work.fp8.gathered)
+    return tuple(f".{names[x]}.weight" for x in work.fp8.layers if work.fp8.all_gather)
 
 
 def padded_size(work: Work, part: Part) -> int:
@@ -107,13 +98,13 @@ def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int
     """Bytes of a parameter in one all-gather, reduce-scatter and all-reduce of FSDP."""
     size = padded_size(work, part)
     exact = part.name.endswith(".router.weight") and work.config.experts.exact_router
-    width = 4 if exact and work.bf16_weights == "off" else work.matmul_bytes
+    width = 4 if exact and not work.bf16_weights else work.matmul_bytes
     if part.layer >= 0 and part.name.endswith(in_fp8):
-        width = fp8_gather_bytes(work)
+        width = 1
     learns = not work.lora or part.name.endswith((".lora_a", ".lora_b"))
     reduced = size * work.fsdp.reduce_bytes * (work.trains and learns)
     replicated = reduced // part.mesh * (work.fsdp.replicas > 1)
-    return (round(size * width), reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
+    return (size * width, reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
 
 
 def bucket_bytes(work: Work, size: float) -> float:

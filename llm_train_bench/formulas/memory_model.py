@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterable
 
 from llm_train_bench.formulas.collectives import (
-    fp8_gather_bytes,
     padded_size,
     rank_matrices,
     tokens_sent,
@@ -80,17 +79,13 @@ def estimate_memory(
     copies for the backward. In a pipeline it is of the group of ranks that needs most, or of `pp_rank`.
     Experts are thought to get equal numbers of rows.
     """
-    fsdp, fp8, train = work.fsdp, work.fp8, work.trains
+    fsdp, train = work.fsdp, work.trains
     if fsdp.pp > 1:
         groups = range(fsdp.pp) if pp_rank is None else (pp_rank,)
         estimates = (_of_a_group(work, fused_norm, group) for group in groups)
         return max(estimates, key=lambda estimate: estimate.peak)
     sizes = _Sizes(work)
     parameters, gradients, optimizer = _lasting(work, sizes)
-    if fp8 and fp8.primary_weights:  # the fp32 weights are the optimizer's
-        orientations = 2 if fp8.recipe == "mxfp8" else 1
-        parameters -= (4 - orientations) * sizes.blocks / fsdp.shards
-        optimizer += 4 * sizes.blocks / fsdp.shards if work.pass_type == "step" else 0
     host = parameters + optimizer + gradients if fsdp.cpu_offload else 0.0
     if fsdp.cpu_offload:
         parameters = optimizer = gradients = 0.0
@@ -145,11 +140,9 @@ def estimate_memory(
         at_end += 4 * sizes.vocabulary * learns  # the embedding's gradient before it is added
     if work.ddp.mode == "flat":
         at_end = max(at_end, parameters + optimizer + 2 * gradients)
-    if work.pass_type == "step":  # copies in fp32 (apply/optimizer.py)
-        each = {"off": 0, "master": 4, "stochastic": 12}[work.bf16_weights]
-        copies = each * min(sizes.held, 2**24)
-        if work.optimizer == "muon":  # momenta, and what is sent, comes and is whole, in bf16
-            copies += (4 + 4 * 2) * sizes.held
+    if work.pass_type == "step" and work.optimizer == "muon":
+        # Momenta, and what is sent, comes and is whole, in bf16.
+        copies = (4 + 4 * 2) * sizes.held
         at_end = max(at_end, parameters + optimizer + gradients + copies)
     logits, peak = logits + head_gradient, max(in_loss, in_backward, at_end)
     return MemoryEstimate(
@@ -214,7 +207,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     """Bytes of this rank's parameters, gradients and optimizer state."""
     trainer, ddp, each, lora = work.trainer, work.ddp, work.weight_bytes, work.lora
-    copies = work.bf16_weights == "master" or trainer.weights.startswith("master")
+    copies = trainer.weights.startswith("master")
     state = work.state_bytes + 4 * (work.state_bytes > 0 and copies)
     if lora:  # adapters, in fp32, are all that is learnt
         learnt = lora.numbers_of(sizes.layers) / (work.fsdp.shards if work.fsdp else 1)
@@ -268,10 +261,10 @@ class _Sizes:
     """Numbers of parameters of a rank, and bytes that follow from them and the step."""
 
     def __init__(self, work: Work, pp_rank: int = 0):
-        config, fsdp, fp8 = work.config, work.fsdp, work.fp8
+        config, fsdp = work.config, work.fsdp
         self.width, self.layers = work.matmul_bytes, work.layers_of(pp_rank)
         self.vocabulary = config.padded_vocab_size * config.hidden_size
-        self.blocks, self.held = sum(work.block_parameters), 0.0
+        self.held = 0.0
         numbers = dict.fromkeys((-1, *self.layers), 0.0)
         whole = 1 if work.keeps_shards else fsdp.tp  # others have embedding and head whole
         self.vocabulary *= whole / fsdp.tp
@@ -288,7 +281,7 @@ class _Sizes:
         if not kept and (fsdp.shards > 1 or fsdp.divided):
             self.root_gathered = self.width * self.root
             ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
-            width = fp8_gather_bytes(work) if fp8 and fp8.gathered else self.width
+            width = 1 if work.fp8.all_gather else self.width
             self.gathered_blocks = width * ahead
         elif not kept and work.amp != "off" and work.weight_bytes == work.lora.base_bytes == 4:
             self.block_copies = _low_precision_copies(work)

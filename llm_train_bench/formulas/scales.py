@@ -2,7 +2,7 @@
 
 A product sums over one dimension of its operands: N tokens, K inputs or M outputs of a linear layer.
 `tensor` is one scale for an operand, `rows` one for each of its vectors along the dimension that is
-summed over, None no FP8. Blocks of 32 numbers (mxfp8) never span ranks.
+summed over, None no FP8. Blocks of 32 numbers (mxfp8, of other trainers) never span ranks.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,6 @@ SCALES: dict[str, dict[str, tuple[str | None, str | None]]] = {
         "of_input": ("rows", "tensor"),
         "of_weight": (None, None),
     },
-    "nvfp4": dict.fromkeys(PRODUCTS, ("tensor", "tensor")),
 }
 
 

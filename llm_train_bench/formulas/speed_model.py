@@ -217,8 +217,6 @@ def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
     weight = work.weight_bytes
     each = 3 * weight + 2 * work.state_bytes
     each += 8 * (work.trainer.weights == "master")
-    # What copies in fp32 and random numbers move besides, counted with PyTorch 2.13.
-    each += {"off": 0, "master": 18, "stochastic": 48}[work.bf16_weights]
     share = 1 / work.world if work.ddp.zero1 else 1
     return (each * share + 3 * weight) * numbers / gpu.memory_rate + _muon_time(work, gpu)
 

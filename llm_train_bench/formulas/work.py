@@ -62,17 +62,11 @@ class Fp8Work:
     recipe: str
     emulated: bool = False
     all_gather: bool = False
-    primary_weights: bool = False
     layers: tuple[str, ...] = ("qkv", "out", "up", "down")
     high_precision: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def __bool__(self) -> bool:
         return bool(self.backend)
-
-    @property
-    def gathered(self) -> bool:
-        """Whether FSDP gathers the converted weights in FP8."""
-        return self.all_gather or self.primary_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,13 +297,11 @@ class Work:
     """The most logits that the loss makes at a time (model/chunks.py)."""
     linear: str | None = None
     """Of linear layers: te, plain, onednn, auto where the run is to choose, None without a choice."""
-    fused_backward: bool = False
-    """Whether backward passes make the gradients of biases and norms too (model/fused_backward.py)."""
     offload: bool = False
     """Whether what blocks keep for backward goes to the host."""
     lora: Lora = NO_LORA
-    bf16_weights: str = "off"
-    """Whether weights and gradients are in bf16: `stochastic` rounding, or `master` copies in fp32."""
+    bf16_weights: bool = False
+    """Whether weights, gradients and the optimizer's moments are in bf16."""
     fp8: Fp8Work = NO_FP8
     ddp: Ddp = NO_DDP
     fsdp: Fsdp = NO_FSDP
@@ -324,19 +316,17 @@ class Work:
     def state_bytes(self) -> float:
         """Bytes of the optimizer's moments of a parameter: 0 where a step has none.
 
-        Muon has one of its matrices, and two as AdamW of the rest; 8-bit moments have a scale in fp32
-        for 256 numbers.
+        Muon has one of its matrices, and two as AdamW of the rest.
         """
         if self.pass_type != "step":
             return 0.0
-        if self.optimizer == "adamw8bit":
-            return 2 * (1 + 4 / 256)
         moments = {"adamw": 2.0, "sgd": 1.0}.get(self.optimizer)
         if moments is None:
             tables = (2 - self.config.tie_word_embeddings) * self.config.padded_vocab_size
             rest = tables * self.config.hidden_size
             moments = 1 + rest / (rest + sum(self.block_parameters))
-        return moments * {"fp32": 4, "bf16": 2, "8bit": 1}[self.trainer.moments]
+        kind = "bf16" if self.bf16_weights else self.trainer.moments
+        return moments * {"fp32": 4, "bf16": 2, "8bit": 1}[kind]
 
     @property
     def trains(self) -> bool:
@@ -356,12 +346,12 @@ class Work:
     @property
     def weight_bytes(self) -> int:
         """Bytes of a weight that is trained."""
-        return self.trainer.weight_bytes if self.bf16_weights == "off" else 2
+        return 2 if self.bf16_weights else self.trainer.weight_bytes
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of a gradient that is kept between micro batches."""
-        return self.trainer.gradient_bytes if self.bf16_weights == "off" else 2
+        return 2 if self.bf16_weights else self.trainer.gradient_bytes
 
     @property
     def matmul_bytes(self) -> int:

@@ -145,12 +145,12 @@ class Zero1(torch.optim.Optimizer):
 
 
 def replica_optimizer(
-    model: Transformer, flags: OptimizerFlags | None, fp8, options: Ddp, device: torch.device
+    model: Transformer, flags: OptimizerFlags | None, options: Ddp, device: torch.device
 ) -> torch.optim.Optimizer | None:
     """A replica's optimizer: whole, or with --zero1 a share of it."""
     if options.zero1 and flags is not None:
         return Zero1(model, flags, device)
-    return build_optimizer(model, flags, fp8)
+    return build_optimizer(model, flags)
 
 
 def apply_ddp(

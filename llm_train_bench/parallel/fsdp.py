@@ -20,7 +20,6 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.apply.sharded import is_sharded, place, sharded_modules
 from llm_train_bench.formulas.work import Work
@@ -116,42 +115,14 @@ def materialize_shards(
     device: torch.device,
     seed: int,
     weights: Pretrained | None = None,
-    fp8: Fp8 | None = None,
     offload: bool = False,
 ) -> None:
     """Give a sharded meta-device model storage and the same values as an unsharded one, in place.
 
-    With `offload` the shards are in host memory.
+    One parameter at a time is made whole (or read, with `weights` from check_pretrained): the model never
+    exists whole anywhere. With `offload` the shards are in host memory.
     """
-    (fp8 or Fp8()).allocate(model, torch.device("cpu") if offload else device)
-    for parameter, rows, _ in shard_values(model, device, seed, weights):
-        (parameter.to_local() if is_sharded(parameter) else parameter).copy_(rows)
-
-
-def set_exact_values(
-    optimizer: torch.optim.Optimizer | None,
-    model: HasWeights,
-    device: torch.device,
-    seed: int,
-    weights: Pretrained | None,
-    fp8: Fp8,
-) -> None:
-    """Give an optimizer that holds the fp32 values of FP8 weights the first ones, not the rounded."""
-    if optimizer is None or not fp8.exact_in_optimizer:
-        return
-    for parameter, rows, full in shard_values(model, device, seed, weights):
-        fp8.set_exact(optimizer, parameter, rows, full.abs().max())
-
-
-@torch.no_grad()
-def shard_values(
-    model: HasWeights, device: torch.device, seed: int, weights: Pretrained | None
-) -> Iterator[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
-    """Each parameter of a sharded model with its first values [fp32]: this rank's, and all.
-
-    They are the values of an unsharded model. One parameter at a time is made whole (or read, with
-    `weights` from check_pretrained): the model never exists whole anywhere.
-    """
+    model.to_empty(device=torch.device("cpu") if offload else device)
     for name, parameter in model.weights():
         shape = whole_shape(model.config, name, parameter.shape)
         full = torch.empty(shape, dtype=parameter.dtype, device=device)
@@ -159,7 +130,7 @@ def shard_values(
         part = own_part(model.config, name, full, model.layout)
         _, offsets, lengths, _, _ = place(parameter)
         own = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-        yield parameter, part[own], full
+        (parameter.to_local() if is_sharded(parameter) else parameter).copy_(part[own])
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

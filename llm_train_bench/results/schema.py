@@ -70,7 +70,6 @@ class Fp8Info(Strict):
     recipe: str
     emulated: bool
     all_gather: bool
-    primary_weights: bool = False
     n_linear_layers: int
     n_parameters: int
     high_precision: dict[str, str]
@@ -213,8 +212,11 @@ class Result(Strict, Remarked):
 
     @model_validator(mode="before")
     @classmethod
-    def _remarks_of_older_results(cls, content: Any) -> Any:
-        """Older results have texts in several places, where now one list of remarks is."""
+    def _fields_of_older_results(cls, content: Any) -> Any:
+        """Older results have texts in several places, where now one list of remarks is.
+
+        A field of FP8 is gone.
+        """
         if not isinstance(content, dict):
             return content
         content = dict(content)
@@ -230,6 +232,8 @@ class Result(Strict, Remarked):
                 remarks += [{"kind": kind, "text": text} for text in place.pop(key)]
         if remarks and isinstance(there := content.get("remarks", []), list):
             content["remarks"] = [*there, *remarks]
+        if isinstance(fp8 := content.get("fp8"), dict):
+            content["fp8"] = {key: value for key, value in fp8.items() if key != "primary_weights"}
         return content | ({"observed": observed} if observed else {})
 
     @model_validator(mode="after")

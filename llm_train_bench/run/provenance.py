@@ -130,10 +130,8 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
     if work.lora:
         base = "bf16" if work.lora.base_bytes == 2 else "fp32"
         yield f"LoRA: {work.lora.numbers:,} parameters trained in fp32, all others frozen in {base}"
-    if work.bf16_weights != "off":
-        how = dict(master="fp32 master copies", stochastic="stochastic rounding")[work.bf16_weights]
-        more = f" and gradients in bf16, moments in fp32; {how}" if work.trains else " in bf16"
-        yield f"weights{more}"
+    if work.bf16_weights:
+        yield "--bf16-weights: weights, gradients and moments in bf16, without exact copies"
     if work.linear == "te":
         yield "linear layers and norms of the blocks by Transformer Engine, without FP8"
     if n := work.config.mtp_layers:

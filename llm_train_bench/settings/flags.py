@@ -73,7 +73,7 @@ Amp = Literal["auto", "bf16", "fp16", "off"]
 Linear = Literal["auto", "plain", "onednn", "te"]
 TrackerName = Literal["wandb"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
-TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"]
+TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 PipelineSchedule = Literal["auto", "1f1b", "interleaved", "zbv"]
 DdpMode = Literal["bucketed", "bucketed-after", "parameter", "parameter-after", "flat"]
@@ -154,13 +154,11 @@ class Fp8Flags:
     use_fp8: Run the linear layers of the blocks in FP8.
     fp8_backend: FP8 library. auto: the one that has --fp8-recipe. Without a recipe: te, or torchao
         with --pt-compile, --fp8-emulate or --fp8-all-gather.
-    fp8_recipe: Scaling of tensors to FP8. te: current (default), delayed, blockwise, mxfp8, nvfp4.
-        torchao: tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16), mxfp8,
-        nvfp4 (emulated). nvfp4 has 4 bits.
+    fp8_recipe: Scaling of tensors to FP8. te: current (default), delayed, blockwise, mxfp8, nvfp4
+        (4 bits). torchao: tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16).
     fp8_emulate: Compute the FP8 results in higher precision, on any device (torchao). Not a
         measure of speed.
-    fp8_all_gather: Gather the weights of the blocks in FP8. torchao: with the tensorwise recipe.
-        te: the weights are kept in FP8, and the optimizer holds fp32 copies.
+    fp8_all_gather: Gather the weights of the blocks in FP8 (torchao's tensorwise recipe).
     """
 
     use_fp8: bool = flag(False, SPEED, headline=True, common=True)
@@ -176,13 +174,10 @@ class CompileFlags:
 
     pt_compile: Compile each block and the loss with torch.compile.
     compile_mode: Mode of torch.compile. reduce-overhead and max-autotune use CUDA graphs.
-    fused_backward: Compute the gradients of biases and norms inside other passes of the backward, with
-        Triton kernels on a GPU.
     """
 
     pt_compile: bool = flag(False, SPEED, headline=True, common=True)
     compile_mode: CompileMode = flag("default", SPEED, needs="pt_compile")
-    fused_backward: bool = flag(False, SPEED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,24 +251,22 @@ class OptimizerFlags:
     """Optimizer.
 
     optimizer: Fused optimizer; adamw has betas 0.9 and 0.95, sgd a momentum of 0.9. muon
-        orthogonalizes the momentum of the blocks' matrices, and leaves the rest to adamw. adamw8bit
-        keeps adamw's moments in 8 bits (torchao).
+        orthogonalizes the momentum of the blocks' matrices, and leaves the rest to adamw.
     lr: Peak learning rate.
     min_lr_ratio: Final learning rate of the cosine schedule, as a fraction of the peak.
     lr_warmup_steps: Steps of linear warm-up of the learning rate.
     weight_decay: Weight decay of matrices; vectors have none.
     grad_clip: Largest gradient norm; 0 turns clipping off.
-    bf16_weights: Train weights in bf16: by stochastic rounding of each update, or with fp32 master
-        copies in the optimizer. Gradients are in bf16 too.
+    bf16_weights: Keep weights, gradients and the optimizer's moments in bf16, without exact copies.
     """
 
-    optimizer: Literal["adamw", "sgd", "muon", "adamw8bit"] = flag("adamw", LEARNT)
+    optimizer: Literal["adamw", "sgd", "muon"] = flag("adamw", LEARNT)
     lr: float = flag(6e-4, LEARNT, at_least=0)
     min_lr_ratio: float = flag(0.1, LEARNT, at_least=0, at_most=1)
     lr_warmup_steps: int = flag(10, LEARNT, at_least=0)
     weight_decay: float = flag(0.1, LEARNT, at_least=0)
     grad_clip: float = flag(1.0, LEARNT, at_least=0)
-    bf16_weights: Literal["off", "stochastic", "master"] = flag("off", LEARNT, headline=True)
+    bf16_weights: bool = flag(False, LEARNT, headline=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -497,6 +490,7 @@ REMOVED: dict[str, Any] = {
     "beta1": 0.9,
     "beta2": 0.95,
     "fp8_primary_weights": False,
+    "fused_backward": False,
     "grad_compression": "off",
     "lora_base": "auto",
     "no_fit_check": False,
@@ -508,8 +502,9 @@ REMOVED: dict[str, Any] = {
     "profile_stacks": False,
     "val_batches": 8,
 }
-# Values that a flag had before its type changed, and what they are now: {"bf16_weights": {"off": False}}.
-FORMER_VALUES: dict[str, dict[Any, Any]] = {}
+# Values that a flag had before its type changed, and what they are now. Others stay, and nobody can
+# repeat them.
+FORMER_VALUES: dict[str, dict[Any, Any]] = {"bf16_weights": {"off": False}}
 
 
 def present_flags(args: Mapping[str, Any]) -> dict[str, Any]:

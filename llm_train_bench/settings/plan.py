@@ -208,7 +208,7 @@ def make_plan(
     elif script is Script.DDP:
         mode, _, after = args.ddp_mode.partition("-")
         overlap = not after and mode != "flat"
-        reduced = args.reduce_dtype if args.bf16_weights == "off" else "bf16"
+        reduced = "bf16" if args.bf16_weights else args.reduce_dtype
         layout["ddp"] = Ddp(args.bucket_cap_mb, reduced, mode, overlap, args.zero1)
     resolved = resolve_batch(batch, seq_len, ranks)
     if args.reduce_last and resolved.grad_acc_steps == 1:
@@ -224,7 +224,7 @@ def make_plan(
         size = resolved.global_batch
         measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
         resolved = dataclasses.replace(resolved, documents=count_lengths(packing, measured))
-    flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "fused_backward", "bf16_weights")
+    flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "bf16_weights")
     same = {name: getattr(args, name) for name in flags}
     work = Work(
         config, resolved, world, **same, **layout, balanced=args.route == "balanced",
@@ -519,11 +519,9 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
         if work.config.activation not in TE_ACTIVATIONS:
             raise UsageError(f"--linear te: Transformer Engine has no {work.config.activation}")
         return name
-    able = platform == "cpu" and work.amp == "off" and not work.fused_backward
+    able = platform == "cpu" and work.amp == "off"
     if name == "onednn" and not able:
-        raise UsageError(
-            "--linear onednn: is for fp32 on a CPU, without --fused-backward; use --device cpu --amp off"
-        )
+        raise UsageError("--linear onednn: is for fp32 on a CPU; use --device cpu --amp off")
     return name if able else None
 
 
@@ -587,10 +585,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     shapes, names = {}, layer_names(config)
     parts = {"tp": work.fsdp.tp, "ep": work.fsdp.ep}
     for i, *_ in alike(work, work.layers):
-        found = config.block_shapes(i)
-        if recipe != "nvfp4":
-            found = found | config.expert_shapes(i)
-        for kind, shape in found.items():
+        for kind, shape in (config.block_shapes(i) | config.expert_shapes(i)).items():
             if kind in ("router", "shared_gate"):
                 continue
             part = part_shape(config, f"blocks.{i}.{names[kind]}.weight", shape, parts)
@@ -615,29 +610,21 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     converted = {layer for name in modules.keys() - unfit for layer in modules[name]}
     layers = tuple(layer for layer in shapes if layer in converted)
     if flags.fp8_all_gather:
-        shards, rows = work.fsdp.shards, 32 if recipe == "mxfp8" else 1
-        if shards == 1 and recipe == "mxfp8":
-            raise UsageError(  # torch's FSDP then copies one tensor per weight; mxfp8 has two
-                "--fp8-all-gather: --fp8-recipe mxfp8 needs two or more ranks; use current"
-            )
         for layer in layers:
-            if shapes[layer][0] % (shards * rows):
+            if shapes[layer][0] % work.fsdp.shards:
                 raise UsageError(
                     f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not "
-                    f"divide over {shards} ranks in multiples of {rows}; leave it out"
+                    f"divide over {work.fsdp.shards} ranks; leave it out"
                 )
     kept = "embeddings, attention" if te else "embeddings, norms, attention"
     always = {"head": "always", kept: "no linear layers"}
     if config.experts:
         always["router"] = "always"
-        if recipe == "nvfp4":
-            always["experts"] = "no grouped matmuls of 4 bits"
     return Fp8Work(
         flags.fp8_backend,
         recipe,
         emulated=flags.fp8_emulate,
-        all_gather=flags.fp8_all_gather and not te,
-        primary_weights=flags.fp8_all_gather and te,
+        all_gather=flags.fp8_all_gather,
         layers=layers,
         high_precision=always | {f"blocks.*.{name}": why for name, why in unfit.items()},
     )

@@ -34,11 +34,6 @@ def _divided(a: FsdpFlags) -> bool:
     return a.tp * a.cp * a.ep > 1
 
 
-def _te_gathers(a: Fp8Flags) -> bool:
-    """Whether Transformer Engine keeps the weights in FP8."""
-    return a.fp8_all_gather and a.fp8_backend == "te"
-
-
 # fmt: off
 # Precision, compilation, checkpointing and layouts: the message, and when it applies to (args, script).
 TOGGLES = (
@@ -69,15 +64,11 @@ TOGGLES = (
 )
 # All other flags that contradict each other.
 CONTRADICTIONS = (
-    ("--linear te with --use-fp8, --pt-compile, --sac-policy op, --tp, --fused-backward, --lora-rank, "
-     "--bf16-weights, train_pp.py or --amp fp16: these modules are for plain bf16 here; leave it out",
+    ("--linear te with --use-fp8, --pt-compile, --sac-policy op, --tp, --lora-rank, --bf16-weights, "
+     "train_pp.py or --amp fp16: these modules are for autocast to bf16 here; leave it out",
      lambda a, s: a.linear == "te" and (a.use_fp8 or a.pt_compile or a.sac_policy == "op" or a.tp > 1
-                                        or a.fused_backward or a.lora_rank or a.bf16_weights != "off"
-                                        or s is Script.PP or a.amp == "fp16")),
-    ("--fp8-recipe mxfp8 or nvfp4 of torchao with --pt-compile: these prototypes run eagerly here; leave "
-     "it out",
-     lambda a, s: a.use_fp8 and a.fp8_backend == "torchao" and a.pt_compile
-     and a.fp8_recipe in ("mxfp8", "nvfp4")),
+                                        or a.lora_rank or a.bf16_weights or s is Script.PP
+                                        or a.amp == "fp16")),
     ("--sac-freq needs a backward; use --pass-type forward-backward or step",
      lambda a, s: a.sac_freq and a.pass_type == "forward"),
     ("--offload-activations needs a backward; use --pass-type forward-backward or step",
@@ -105,10 +96,8 @@ CONTRADICTIONS = (
      lambda a, s: a.cpu_offload and _divided(a)),
     ("--save-every and --resume need --pass-type step: nothing else changes the weights",
      lambda a, s: (a.save_every or a.resume) and a.pass_type != "step"),
-    ("--save-every and --resume: no checkpoint holds Transformer Engine's state; leave out --fp8-recipe "
-     "delayed, and --fp8-all-gather with --fp8-backend te",
-     lambda a, s: (a.save_every or a.resume) and a.use_fp8
-     and (a.fp8_recipe == "delayed" or _te_gathers(a))),
+    ("--save-every and --resume with --fp8-recipe delayed: no checkpoint holds its scales; use current",
+     lambda a, s: (a.save_every or a.resume) and a.use_fp8 and a.fp8_recipe == "delayed"),
     ("--resume auto needs --run-name, by which it finds earlier attempts",
      lambda a, s: a.resume == "auto" and a.run_name is None),
     ("--save-dir must differ from --output-dir, where runs go",
@@ -134,37 +123,28 @@ CONTRADICTIONS = (
      lambda a, s: not a.ddp_mode.startswith("bucketed") and changed(a, ["bucket_cap_mb"])),
     ("--reduce-dtype bf16 with --reduce-last or train_pp.py sums micro batches in bf16; leave it out",
      lambda a, s: (a.reduce_last or s is Script.PP) and a.reduce_dtype != "fp32"),
-    ("--reduce-last and --fused-backward need a backward; use --pass-type forward-backward or step",
-     lambda a, s: (a.reduce_last or a.fused_backward) and a.pass_type == "forward"),
-    ("--fused-backward with --tp or --fp8-backend te: other code computes these layers; leave it out",
-     lambda a, s: a.fused_backward and (a.tp > 1 or (a.use_fp8 and a.fp8_backend == "te"))),
+    ("--reduce-last needs a backward; use --pass-type forward-backward or step",
+     lambda a, s: a.reduce_last and a.pass_type == "forward"),
     ("--pack-lengths with --data FILE: the file has documents of its own; leave it out",
      lambda a, s: a.pack_lengths is not None and a.data != "synthetic"),
     ("--pack-separator is for token files; give --data FILE, or use --pack-lengths",
      lambda a, s: a.pack_separator is not None and a.data == "synthetic"),
-    ("--lora-rank with --tp, --use-fp8, --fused-backward, --zero1 or train_pp.py is not implemented; "
-     "leave it out",
-     lambda a, s: a.lora_rank and (a.tp > 1 or a.use_fp8 or a.fused_backward or a.zero1
-                                   or s is Script.PP)),
+    ("--lora-rank with --tp, --use-fp8, --zero1 or train_pp.py is not implemented; leave it out",
+     lambda a, s: a.lora_rank and (a.tp > 1 or a.use_fp8 or a.zero1 or s is Script.PP)),
     ("--ep-capacity needs --ep 2 or more and --route learned: no other run waits for counts; leave it "
      "out",
      lambda a, s: a.ep_capacity and (a.ep == 1 or a.route == "balanced")),
     ("--mtp with train_pp.py or --lora-rank is not implemented; leave it out",
      lambda a, s: a.mtp is not None and (s is Script.PP or a.lora_rank)),
-    ("--optimizer muon with --lora-rank, --zero1, --cpu-offload, --amp fp16 or --fp8-all-gather of te is "
-     "not implemented; use adamw",
-     lambda a, s: a.optimizer == "muon" and (a.lora_rank or a.zero1 or a.cpu_offload or a.amp == "fp16"
-                                             or _te_gathers(a))),
-    ("--optimizer adamw8bit with --save-every, --resume, --zero1, --cpu-offload, --amp fp16, --lora-rank "
-     "or --fp8-all-gather of te is not implemented; use adamw",
-     lambda a, s: a.optimizer == "adamw8bit" and (a.save_every or a.resume or a.zero1 or a.cpu_offload
-                                                  or a.amp == "fp16" or a.lora_rank or _te_gathers(a))),
+    ("--optimizer muon with --lora-rank, --zero1, --cpu-offload or --amp fp16 is not implemented; use "
+     "adamw",
+     lambda a, s: a.optimizer == "muon" and (a.lora_rank or a.zero1 or a.cpu_offload or a.amp == "fp16")),
     ("--bf16-weights needs --amp bf16 and --optimizer adamw",
-     lambda a, s: a.bf16_weights != "off" and (a.amp in ("off", "fp16") or a.optimizer != "adamw")),
+     lambda a, s: a.bf16_weights and (a.amp in ("off", "fp16") or a.optimizer != "adamw")),
     ("--bf16-weights with --tp, --cp, --ep, train_pp.py, --use-fp8, --lora-rank, --zero1 or "
      "--cpu-offload is not implemented; leave it out",
-     lambda a, s: a.bf16_weights != "off" and (_divided(a) or s is Script.PP or a.use_fp8 or a.lora_rank
-                                               or a.zero1 or a.cpu_offload)),
+     lambda a, s: a.bf16_weights and (_divided(a) or s is Script.PP or a.use_fp8 or a.lora_rank
+                                      or a.zero1 or a.cpu_offload)),
     ("--lora-rank with --amp fp16: use --amp bf16", lambda a, s: a.lora_rank and a.amp == "fp16"),
     ("--zero1 needs --pass-type step: nothing else has an optimizer",
      lambda a, s: a.zero1 and a.pass_type != "step"),
@@ -177,18 +157,10 @@ CONTRADICTIONS = (
      lambda a, s: a.amp == "fp16" and a.cpu_offload),
     ("--fp8-emulate: Transformer Engine cannot emulate; use --fp8-backend torchao",
      lambda a, s: a.fp8_emulate and a.fp8_backend == "te"),
-    ("--fp8-all-gather with --fp8-backend torchao needs --fp8-recipe tensorwise",
-     lambda a, s: a.fp8_all_gather and a.fp8_backend == "torchao" and a.fp8_recipe != "tensorwise"),
+    ("--fp8-all-gather needs --fp8-backend torchao and --fp8-recipe tensorwise",
+     lambda a, s: a.fp8_all_gather and a.fp8_recipe != "tensorwise"),
     ("--fp8-all-gather does not work with --cpu-offload, --tp, --cp or --ep; leave out one of the two",
      lambda a, s: a.fp8_all_gather and (a.cpu_offload or _divided(a))),
-    ("--fp8-all-gather with --fp8-backend te does not work with --fp8-recipe blockwise, --sac-freq, "
-     "--optimizer sgd, --dp-replicate or --export; leave out --fp8-all-gather, or those",
-     lambda a, s: _te_gathers(a) and (a.fp8_recipe == "blockwise" or a.sac_freq or a.optimizer == "sgd"
-                                      or a.dp_replicate > 1 or a.export)),
-    # Without FP8 its LayerNormMLP dequantizes only weights of the other recipes.
-    ("--fp8-all-gather with --fp8-backend te and --fp8-recipe mxfp8 does not work with --val-data; "
-     "leave out one of them",
-     lambda a, s: _te_gathers(a) and a.fp8_recipe == "mxfp8" and a.val_data),
 )
 # fmt: on
 
@@ -225,8 +197,7 @@ def resolve_fp8(args: Fp8Flags, compiled: bool, divided: bool = False) -> tuple[
     """Backend and recipe with `auto` resolved; UsageError where they contradict each other."""
     backend, recipe = args.fp8_backend, args.fp8_recipe
     if backend == "auto":
-        gathers = args.fp8_all_gather and recipe in ("auto", "tensorwise")
-        torchao = compiled or args.fp8_emulate or gathers or divided
+        torchao = compiled or args.fp8_emulate or args.fp8_all_gather or divided
         first = "torchao" if torchao else "te"
         backends = [first, *(b for b in FP8_RECIPES if b != first)]
         backend = next((b for b in backends if recipe in ("auto", *FP8_RECIPES[b])), first)

@@ -2,7 +2,6 @@
 
 import contextlib
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,8 +12,6 @@ class Fp8:
     """A run without FP8; the libraries' classes override what they do otherwise."""
 
     info: Fp8Info | None = None
-    # Whether the optimizer holds the weights' exact values, of which the model has FP8 copies.
-    exact_in_optimizer = False
 
     def forward(self, micro: int) -> contextlib.AbstractContextManager:
         """The context of the forward pass of a step's n-th micro batch."""
@@ -26,16 +23,3 @@ class Fp8:
 
     def after_step(self, model: nn.Module) -> None:
         """Work that is due after each optimizer step."""
-
-    def allocate(self, model: nn.Module, device: torch.device) -> None:
-        """Give a sharded meta-device model storage, before its values are set."""
-        model.to_empty(device=device)
-
-    def adamw(self, groups: list[dict], **options) -> torch.optim.Optimizer:
-        """AdamW from parameter groups and options."""
-        return torch.optim.AdamW(groups, fused=True, **options)
-
-    def set_exact(
-        self, optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tensor, amax: Tensor
-    ) -> None:
-        """Set a parameter's exact rows in the optimizer, given the largest magnitude of the whole."""

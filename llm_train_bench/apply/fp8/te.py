@@ -1,4 +1,4 @@
-"""FP8 by Transformer Engine (sources of 2.2 to 2.20): recipes, weights, optimizer, checkpoint."""
+"""FP8 by Transformer Engine (sources of 2.2 to 2.20): recipes and checkpoint."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,7 @@ import types
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.base.errors import UsageError
@@ -40,9 +40,7 @@ class TransformerEngineFp8(Fp8):
     te: types.ModuleType
     recipe: Any
     micro_batch: types.SimpleNamespace
-    both_orientations: bool
     info: Fp8Info | None
-    exact_in_optimizer: bool
 
     def forward(self, micro: int) -> contextlib.AbstractContextManager:
         """Under the recipe; the first micro batch of a step casts the weights for the others."""
@@ -54,57 +52,6 @@ class TransformerEngineFp8(Fp8):
         if not torch.is_grad_enabled():  # before 2.20 TE does not check
             return forward(*args)
         return self.te.checkpoint(forward, *args, use_reentrant=False)
-
-    def allocate(self, model: nn.Module, device: torch.device) -> None:
-        """Give a sharded meta-device model storage, in place: weights made under a recipe in FP8.
-
-        One module at a time, since its rows are in fp32 for a moment; values are set afterwards. A
-        shard of MXFP8 holds both orientations of its rows, since both are gathered. The others' FP8
-        is transposed after the gather.
-        """
-        if not self.exact_in_optimizer:
-            return super().allocate(model, device)
-        ours = (self.te.Linear, self.te.LayerNormLinear, self.te.LayerNormMLP)
-        for module in model.modules():
-            if not isinstance(module, ours):
-                module.to_empty(device=device, recurse=False)
-                continue
-            converted: Any = module
-            # By this it decides on the orientations.
-            with torch.set_grad_enabled(self.both_orientations):
-                converted.reset_parameters()
-            for parameter in converted.parameters(recurse=False):
-                local = parameter.to_local()
-                if isinstance(local, self.te.QuantizedTensor):
-                    # All shards of a weight have one scale, also when values are copied into them.
-                    local.amax_reduction_group = parameter.device_mesh.get_group()
-        return None
-
-    def adamw(self, groups: list[dict], **options) -> torch.optim.Optimizer:
-        """AdamW; with primary weights its state holds the fp32 values of the model's FP8 copies."""
-        if not self.exact_in_optimizer:
-            return super().adamw(groups, **options)
-        return self.te.optimizers.FusedAdam(groups, master_weights=True, **options)
-
-    @torch.no_grad()
-    def set_exact(self, optimizer: Any, parameter: Any, rows: Tensor, amax: Tensor) -> None:
-        """Let the optimizer start from a shard's fp32 rows, rather than their FP8 rounding.
-
-        `amax` is the largest magnitude in the whole parameter. Delayed scaling would round the first
-        weights with scale 1, by which small ones lose a tenth and more of their norm.
-        """
-        optimizer.initialize_state(parameter, store_param_remainders=False)
-        local = parameter.to_local()
-        if isinstance(local, self.te.QuantizedTensor):
-            optimizer.set_scaled_state(parameter, "master_param", rows.float())
-            if isinstance(local._quantizer, self.te.Float8Quantizer) and amax > 0:
-                # AMD's E4M3 format has half the range of the other, for which a bit is lost.
-                e4m3 = torch.float8_e4m3fnuz if torch.version.hip else torch.float8_e4m3fn
-                local._quantizer.amax.copy_(amax)
-                local._quantizer.scale.copy_(torch.finfo(e4m3).max / amax)
-                local.quantize_(rows)
-        else:  # it is in fp32 itself, and a copy of an embedding is large
-            del optimizer.state[parameter]["master_param"]
 
 
 def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
@@ -119,19 +66,11 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
         return Fp8()
     _quantization_state().reset()  # delayed scaling goes on updating the modules of earlier models
     recipe = make_recipe(fp8.recipe)
-    shardable = hasattr(library, "quantized_model_init") and hasattr(library, "QuantizedTensor")
-    if fp8.primary_weights and not shardable:
-        raise UsageError(
-            f"--fp8-all-gather: Transformer Engine {version()} has none that FSDP2 shards; update it"
-        )
     excluded = {name for name, layers in TE_MODULES.items() if not {*layers} <= {*fp8.layers}}
     info = describe_fp8(fp8, work.config, version())
     # A cast for one micro batch serves the next ones of its step, where no weight is sharded.
-    cached = work.batch.grad_acc_steps > 1 and not fp8.primary_weights
-    primary = recipe if fp8.primary_weights else None
-    micro_batch = te_blocks.convert(model, library, cached, primary, excluded)
-    both = fp8.recipe == "mxfp8"
-    return TransformerEngineFp8(library, recipe, micro_batch, both, info, fp8.primary_weights)
+    micro_batch = te_blocks.convert(model, library, work.batch.grad_acc_steps > 1, excluded)
+    return TransformerEngineFp8(library, recipe, micro_batch, info)
 
 
 def import_te(device: torch.device, flag: str) -> types.ModuleType:

@@ -103,34 +103,6 @@ class ScaledProducts(Products):
         return torch.mm(low.t(), self.cast("of_weight", False, x))
 
 
-class MicroscaledProducts(Products):
-    """torchao's MXFP8 products: blocks of 32 numbers along the dimension that is summed over."""
-
-    def __init__(self, emulated: bool):
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode
-        from torchao.prototype.mx_formats.mx_tensor import MXTensor
-        from torchao.quantization.quantize_.common import KernelPreference
-
-        kernels = KernelPreference.EMULATED if emulated else KernelPreference.AUTO
-        options = {"kernel_preference": kernels, "scaling_mode": ScaleCalculationMode.RCEIL}
-        self.to = functools.partial(
-            MXTensor.to_mx, elem_dtype=torch.float8_e4m3fn, block_size=32, **options
-        )
-
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """(A, S) and (B, S) to (A, B), both in blocks along S."""
-        return torch.mm(self.to(left.contiguous()), self.to(right.contiguous()).t())
-
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.product(x, weight)
-
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        return self.product(grad, weight.t())
-
-    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        return self.product(grad.t(), x.t())
-
-
 def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> TorchaoFp8:
     """Convert the blocks' linear layers, in place; UsageError without the hardware or the library."""
     # Its compiled extensions serve other purposes, and warn where they do not fit the machine.
@@ -144,11 +116,11 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
     fp8, names = work.fp8, layer_names(work.config)
     if not fp8.emulated:
         _check_device(device, fp8.recipe)
-    if fp8.recipe == "mxfp8" or any(layer.startswith("experts") for layer in fp8.layers):
-        _check_version(torchao.__version__, fp8.recipe)
+    if any(layer.startswith("experts") for layer in fp8.layers):
+        _check_version(torchao.__version__)
     ends = tuple(f".{names[layer]}" for layer in fp8.layers)
     # One for all layers: the compiler would compile anew for another.
-    product: Any = functools.partial(grouped_product, fp8.recipe, fp8.emulated)
+    product: Any = functools.partial(grouped_product, fp8.emulated)
     product = torch.compiler.disable(product)
     for part in getattr(model, "stages", [model]):
         found = {
@@ -158,7 +130,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         for module in found.values():
             if isinstance(module, Stacked):
                 module.product = product
-        if fp8.recipe in SCALES and fp8.recipe != "nvfp4" and not work.fsdp.divided:
+        if not work.fsdp.divided:
             convert_to_float8_training(
                 part,
                 config=dataclasses.replace(
@@ -172,45 +144,25 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         for name in linear:
             module: Any = found[name]
             module.__class__ = ProductLinear
-            module.products = _products(work, name, model.layout)
+            shared = shared_dimensions(work.config, name)
+            module.products = ScaledProducts(fp8.recipe, fp8.emulated, model.layout, shared)
     return TorchaoFp8(describe_fp8(fp8, work.config, torchao.__version__))
 
 
-def _products(work: Work, name: str, layout: Layout) -> Products:
-    """The products of a layer in the run's recipe."""
-    fp8, shared = work.fp8, shared_dimensions(work.config, name)
-    if fp8.recipe == "mxfp8":
-        return MicroscaledProducts(fp8.emulated)
-    if fp8.recipe == "nvfp4":
-        return reference.Nvfp4Products(name, layout, shared)
-    return ScaledProducts(fp8.recipe, fp8.emulated, layout, shared)
-
-
-def grouped_product(
-    recipe: str, emulated: bool, rows: Tensor, weight: Tensor, ends: Tensor
-) -> Tensor:
+def grouped_product(emulated: bool, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """A grouped matmul of rows (R, K) and weights (E, K, M) in FP8, each expert scaled by itself.
 
-    Kernels take groups in multiples of their rows: they are filled up with zeros. MXFP8 is torchao's on
-    any device; FP8 is scaled by rows under every recipe, as torchao's kernels have it.
+    FP8 is scaled by rows under every recipe, as torchao's kernels have it. They take groups in multiples
+    of 16 rows: groups are filled up with zeros.
     """
-    if recipe != "mxfp8" and emulated:
+    if emulated:
         return reference.GroupedProduct.apply(rows, weight.transpose(1, 2), ends)
     from torchao.prototype import moe_training
 
-    filled, ends, places = fill_groups(rows, ends, 32 if recipe == "mxfp8" else 16)
-    if recipe == "mxfp8":
-        from torchao.quantization.quantize_.common import KernelPreference
-
-        kernels = KernelPreference.EMULATED if emulated else KernelPreference.AUTO
-        out = moe_training._to_mxfp8_then_scaled_grouped_mm(
-            filled, weight, ends, out_dtype=torch.bfloat16, kernel_preference=kernels,
-            wgrad_with_hp=False, pad_token_groups_for_grouped_mm=False,
-        )  # fmt: skip
-    else:
-        out = moe_training._to_fp8_rowwise_then_scaled_grouped_mm(
-            filled, weight, ends, out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=False
-        )
+    filled, ends, places = fill_groups(rows, ends, 16)
+    out = moe_training._to_fp8_rowwise_then_scaled_grouped_mm(
+        filled, weight, ends, out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=False
+    )
     return out[places].to(rows.dtype)
 
 
@@ -231,14 +183,12 @@ def fill_groups(rows: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tens
     return whole, new_ends, places
 
 
-def _check_version(version: str, recipe: str) -> None:
+def _check_version(version: str) -> None:
     """UsageError where torchao lacks the prototypes."""
     numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:2])
     if numbers < PROTOTYPES:
         needed = ".".join(map(str, PROTOTYPES))
-        raise UsageError(
-            f"--fp8-recipe {recipe}: torchao {version} has no such matmuls; {needed} has"
-        )
+        raise UsageError(f"--use-fp8: torchao {version} has no matmuls of experts; {needed} has")
 
 
 def _check_device(device: torch.device, recipe: str) -> None:
@@ -247,22 +197,16 @@ def _check_device(device: torch.device, recipe: str) -> None:
         raise UsageError(
             "--use-fp8: a CPU has no FP8 matmuls; --fp8-emulate computes what they would, slowly"
         )
-    if recipe == "nvfp4":
-        raise UsageError(
-            "--fp8-recipe nvfp4: --fp8-backend torchao only emulates it here; use --fp8-backend te"
-        )
     name = torch.cuda.get_device_name(device)
     if torch.version.hip:
         architecture = torch.cuda.get_device_properties(device).gcnArchName
-        known = ("gfx95",) if recipe == "mxfp8" else ("gfx94", "gfx95")
-        if not architecture.startswith(known):
-            better = "MI355X" if recipe == "mxfp8" else "MI300"
+        if not architecture.startswith(("gfx94", "gfx95")):
             raise UsageError(
-                f"--fp8-recipe {recipe}: {name} ({architecture}) has no such matmuls; {better} has"
+                f"--fp8-recipe {recipe}: {name} ({architecture}) has no such matmuls; MI300 has"
             )
         return
     # PyTorch's scaled matmul by rows may hang on 8.9 before 2.12 (pytorch/pytorch#177651).
-    needed = {"tensorwise": (8, 9), "mxfp8": (10, 0)}.get(recipe, (9, 0))
+    needed = (8, 9) if recipe == "tensorwise" else (9, 0)
     has = torch.cuda.get_device_capability(device)
     if has < needed:
         advice = "use --fp8-recipe tensorwise" if has >= (8, 9) else "leave out --use-fp8"

@@ -22,7 +22,7 @@ from llm_train_bench.model.stored import Part
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.results.schema import Lineage
 from llm_train_bench.run.checkpoint.durable import Files, checksum, failure_of
-from llm_train_bench.settings.flags import LEARNT, Args, DataFlags, defaults, flag_of, of_kind
+from llm_train_bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind, present_flags
 
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-\d{8,}")
@@ -186,8 +186,7 @@ def check_same_training(
     names = (*sorted(of_kind(LEARNT) - {"init_from"}), *ALSO_EQUAL)
     values = {name: flags[name] for name in names}
     values |= {"seq_len": work.batch.seq_len, "global_bsz": work.batch.global_batch}
-    # A flag that is newer than the checkpoint had its default.
-    saved = defaults(Args) | manifest.args
+    saved = present_flags(manifest.args)
     saved |= {"seq_len": manifest.seq_len, "global_bsz": manifest.global_batch}
     for name, value in values.items():
         if saved[name] != value:

@@ -21,8 +21,6 @@ from llm_train_bench.run.checkpoint.manifest import Manifest
 
 # A parameter's own name; the optimizer's tensors are named by their keys instead.
 VALUE = "p"
-# Of weights in bf16, their exact values (apply/optimizer.py).
-MASTER = "master"
 
 
 def file_of(rank: int) -> str:
@@ -170,14 +168,12 @@ def load(
             fill(f"{VALUE}/{name}", parameter.detach())
             for key in sorted(keys):
                 stored = manifest.tensors.get(f"{key}/{name}")
-                if stored and key == MASTER and not getattr(optimizer, "masters", False):
-                    fill(f"{key}/{name}", parameter.detach())  # --resume-anyway, in another format
-                elif stored:
+                if stored:
                     state = optimizer.state[parameter]
-                    if key not in state:
-                        dtype, shape = DTYPES[stored.dtype], stored.shape
-                        single = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                        state[key] = torch.zeros_like(parameter, dtype=dtype) if shape else single
+                    if key not in state:  # moments have the parameter's format, a number its own
+                        dtype = DTYPES[stored.dtype]
+                        single = torch.zeros((), dtype=dtype, device=parameter.device)
+                        state[key] = torch.zeros_like(parameter) if stored.shape else single
                     fill(f"{key}/{name}", state[key])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
