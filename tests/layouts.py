@@ -130,7 +130,7 @@ class Case:
     def script(self) -> str:
         if self.ranks == 1:
             return "train.py"
-        ways = {"--ddp-mode": "train_ddp.py", "--pp": "train_pp.py"}
+        ways = {"--bucket-cap-mb": "train_ddp.py", "--pp": "train_pp.py"}
         return next((ways[w] for w in self.flags.split() if w in ways), "train_fsdp.py")
 
 

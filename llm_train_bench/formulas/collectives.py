@@ -116,11 +116,6 @@ def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int
     return (round(size * width), reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
 
 
-def bucket_bytes(work: Work, size: float) -> float:
-    """Bytes that DDP reduces at a time, of gradients that are `size` in all."""
-    if work.ddp.mode == "parameter":
-        return size / len(matrices(parameter_shapes(work.config)))
-    return size if work.ddp.mode == "flat" else min(size, work.ddp.bucket_cap_mb * 2**20)
 
 
 def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:

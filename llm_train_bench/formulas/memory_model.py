@@ -102,7 +102,7 @@ def estimate_memory(
     lasting = parameters + optimizer
     several = work.batch.grad_acc_steps > 1
     whole_weights = bool(fsdp) and work.trainer.zero < 3
-    lasting += gradients if several or work.ddp.buckets or whole_weights else 0.0
+    lasting += gradients if several or work.ddp or whole_weights else 0.0
     if several and train and fsdp.reduce_last:  # whole gradients take the place of shards
         whole = (fsdp.reduce_bytes if sizes.width == 2 else 4) * (sizes.root + sizes.blocks_here)
         lasting += whole - gradients
@@ -132,7 +132,7 @@ def estimate_memory(
     if work.config.mtp:  # the embedding's gradient begins with the last module's
         in_backward += sizes.vocabulary * (width if fsdp else 4)
     in_backward += _in_backward(work, work.layers, reduced, fused_norm)
-    if work.offload and not (several or work.ddp.buckets or whole_weights):
+    if work.offload and not (several or work.ddp or whole_weights):
         in_backward += gradients  # elsewhere they grow while what is kept shrinks
     at_end = parameters + optimizer + gradients
     if fsdp:
@@ -145,8 +145,6 @@ def estimate_memory(
             in_backward += fsdp.reduce_bytes * sizes.held
     else:
         at_end += 4 * sizes.vocabulary * learns  # the embedding's gradient before it is added
-    if work.ddp.mode == "flat":
-        at_end = max(at_end, parameters + optimizer + 2 * gradients)
     if work.pass_type == "step":  # copies in fp32 (apply/optimizer.py)
         each = {"off": 0, "master": 4, "stochastic": 12}[work.bf16_weights]
         copies = each * min(sizes.held, 2**24)
@@ -224,7 +222,7 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
         base = sizes.whole if work.fsdp and trainer.zero < 3 else sizes.held
         gradients = 4.0 * learnt * work.trains
         return lora.base_bytes * base + 4 * learnt, gradients, state * learnt * share
-    gradients = work.gradient_bytes * sizes.held if work.trains or ddp.buckets else 0.0
+    gradients = work.gradient_bytes * sizes.held if work.trains or ddp else 0.0
     if ddp and trainer.zero == 2:
         gradients /= work.world
     if work.fsdp and trainer.zero < 3:
@@ -289,7 +287,7 @@ class _Sizes:
         kept = fsdp and work.trainer.zero < 3  # weights, as they are computed with
         if not kept and (fsdp.shards > 1 or fsdp.divided):
             self.root_gathered = self.width * self.root
-            ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
+            ahead = 2 * self.block if fsdp.reshard else self.blocks_here
             width = fp8_gather_bytes(work) if fp8 and fp8.gathered else self.width
             self.gathered_blocks = width * ahead
         elif not kept and work.amp != "off" and work.weight_bytes == work.lora.base_bytes == 4:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.collectives import (
     adapter_shapes,
-    bucket_bytes,
     collective_time,
     ddp_bytes,
     muon_numbers,
@@ -184,7 +183,7 @@ def surroundings(work: Work, gpu: Hardware) -> Around:
     size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
     if not size:
         return Around()
-    bucket, numbers = bucket_bytes(work, size), work.block_parameters
+    bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), work.block_parameters
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
     filled = {layer: size / bucket * numbers[layer] / whole for layer in work.layers}
     seconds = collective_time("all_reduce", bucket, work.world, gpu.per_node, gpu)

@@ -149,7 +149,7 @@ def _replicated(work: Work, pieces: Pieces, clock: Clock, around: Around) -> flo
         for layer in reversed(layers) if work.trains else ():
             done = clock.run(0, "compute", pieces.backward[layer])
             filled += around.filled.get(layer, 0.0) if micro + 1 == micro_steps else 0.0
-            if work.ddp.overlap and (full := int(filled - sent)):
+            if full := int(filled - sent):
                 end = clock.run(0, "network", full * around.bucket_s, done)
                 sent += full
     left = (around.buckets - sent) * around.bucket_s

@@ -79,24 +79,18 @@ class Fp8Work:
 class Ddp:
     """DDP's buckets [MiB], and the format in which gradients are reduced.
 
-    `mode` says what is reduced at once; without `overlap` after backward. With `zero1` each rank has a
-    share of the optimizer's state.
+    The buckets hold the gradients all the time. With `zero1` each rank has a share of the optimizer's
+    state.
     """
 
     bucket_cap_mb: float = 25.0
     reduce_dtype: str = "fp32"
-    mode: str = "bucketed"
-    overlap: bool = True
     zero1: bool = False
     used: bool = True
 
     def __bool__(self) -> bool:
         return self.used
 
-    @property
-    def buckets(self) -> bool:
-        """Whether DistributedDataParallel does it, whose buckets hold the gradients all the time."""
-        return self.used and self.mode == "bucketed" and self.overlap
 
     @property
     def reduce_bytes(self) -> int:
@@ -112,7 +106,6 @@ class Fsdp:
     replicas: int = 1
     reshard: bool = True
     reduce_dtype: str = "fp32"
-    prefetch: int = 1
     cpu_offload: bool = False
     reduce_last: bool = False
     """Whether gradients are reduced after the last micro batch alone, and are whole until then."""

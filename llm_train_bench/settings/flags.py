@@ -76,7 +76,6 @@ TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 PipelineSchedule = Literal["auto", "1f1b", "interleaved", "zbv"]
-DdpMode = Literal["bucketed", "bucketed-after", "parameter", "parameter-after", "flat"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,14 +348,10 @@ class DdpFlags:
     """DDP.
 
     bucket_cap_mb: Size of the buckets in which gradients are reduced [MiB].
-    ddp_mode: What one all-reduce sends. bucketed: a bucket of DistributedDataParallel. parameter:
-        one gradient. flat: all gradients, after backward. With -after, nothing overlaps
-        with backward.
     zero1: Shard the optimizer state over the ranks (ZeRO stage 1).
     """
 
     bucket_cap_mb: float = flag(25.0, SPEED, scripts=(Script.DDP,), above=0)
-    ddp_mode: DdpMode = flag("bucketed", SPEED, scripts=(Script.DDP,))
     zero1: bool = flag(False, SPEED, scripts=(Script.DDP,))
 
 
@@ -367,7 +362,6 @@ class FsdpFlags:
     reshard_after_forward: always: free gathered blocks after forward and gather them again in
         backward. never: keep them.
     reduce_dtype: Format in which gradients are reduced; bf16 halves the traffic (DDP too).
-    prefetch: Blocks gathered ahead of the running one; 0 leaves it to PyTorch.
     dp_replicate: Replicas of the sharded model (HSDP); must divide the number of ranks.
     tp: Split heads and MLP of every block over N ranks (tensor and sequence parallelism).
     cp: Split the tokens of every sample over N ranks (context parallelism).
@@ -384,7 +378,6 @@ class FsdpFlags:
         "always", SPEED, scripts=(Script.FSDP,)
     )
     reduce_dtype: Literal["fp32", "bf16"] = flag("fp32", SPEED, scripts=SEVERAL)
-    prefetch: int = flag(1, SPEED, scripts=(Script.FSDP,), at_least=0)
     dp_replicate: int = flag(1, SPEED, scripts=SHARDED, at_least=1)
     tp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
     cp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
@@ -510,9 +503,11 @@ def usual_values() -> dict[str, Any]:
 REMOVED: dict[str, Any] = {
     "beta1": 0.9,
     "beta2": 0.95,
+    "ddp_mode": "bucketed",
     "fp8_primary_weights": False,
     "grad_compression": "off",
     "peak_fp8_tflops": None,
+    "prefetch": 1,
     "profile_shapes": False,
     "val_batches": 8,
 }

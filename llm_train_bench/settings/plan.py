@@ -208,10 +208,8 @@ def make_plan(
             batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)
         layout, ranks = {"fsdp": fsdp}, fsdp.ranks // (fsdp.tp * fsdp.cp)
     elif script is Script.DDP:
-        mode, _, after = args.ddp_mode.partition("-")
-        overlap = not after and mode != "flat"
         reduced = args.reduce_dtype if args.bf16_weights == "off" else "bf16"
-        layout["ddp"] = Ddp(args.bucket_cap_mb, reduced, mode, overlap, args.zero1)
+        layout["ddp"] = Ddp(args.bucket_cap_mb, reduced, args.zero1)
     resolved = resolve_batch(batch, seq_len, ranks)
     if args.reduce_last and resolved.grad_acc_steps == 1:
         raise UsageError(
@@ -428,7 +426,7 @@ def resolve_layout(
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
     # The stages of a pipeline stay gathered over all micro batches of a step.
     reshard = flags.reshard_after_forward == "always" and pp == 1
-    names = "reduce_dtype prefetch cpu_offload reduce_last tp cp ep ep_capacity".split()
+    names = "reduce_dtype cpu_offload reduce_last tp cp ep ep_capacity".split()
     same: dict[str, Any] = {name: getattr(flags, name) for name in names}
     same |= dict(same_heads=copies_of_heads(config, tp), pp=pp, virtual=virtual)
     return Fsdp(shards, flags.dp_replicate, reshard, ulysses=ulysses, **same)
