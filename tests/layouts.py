@@ -85,13 +85,11 @@ MODELS["wide-latent"] = MODELS["deepseek"] | dict(
 )  # fmt: skip
 MODELS["wide-moe"] = MODELS["moe"] | dict(intermediate_size=128)
 # Multi-token prediction, of two modules or of one.
-MODELS["gpt2-deep"] = MODELS["gpt2"] | dict(n_layer=4)
-MODELS["moe-deep"] = MODELS["moe"] | dict(num_hidden_layers=4)
 MODELS["deepseek-mtp"] = MODELS["deepseek"] | dict(num_nextn_predict_layers=2)
 MODELS["glm-few-mtp"] = MODELS["glm"] | dict(num_key_value_heads=1, num_nextn_predict_layers=2)
 MODELS["delta-mtp"] = MODELS["delta"] | dict(mtp_num_hidden_layers=1)
 # --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
-CLIPS = {"gpt2": 0.8, "gpt2-deep": 0.8, "deep": 1.15, "gpt_oss": 0.93, "gpt_oss-few": 1.08}
+CLIPS = {"gpt2": 0.8, "deep": 1.15, "gpt_oss": 0.93, "gpt_oss-few": 1.08}
 CLIPS["lopsided"] = 0.7
 
 
@@ -168,7 +166,7 @@ MUTANTS = {name for name, case in CASES.items() if case.mutant}
 # Cases of few ranks run a second time with all blocks recomputed, but for these, of which other tests or
 # cases have both.
 ALONE = (
-    "--sac-freq zbv --use-fp8 --optimizer --route --pt-compile --pack --lora-rank --mtp "
+    "--sac-freq --use-fp8 --optimizer --route --pt-compile --pack --lora-rank --mtp "
     "--offload-activations --bf16-weights --fused-backward --save-every"
 ).split()
 CASES |= {

@@ -177,9 +177,7 @@ def rank_parameters(
         mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
         part = part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep})
         rows = part[sharded_dimension(part, mesh)]
-        twice = fsdp.zero_bubble and kind == "embed" and config.tie_word_embeddings
-        for _ in range(1 + twice):  # a V has both ends on one group
-            yield Part(name, layer, part, mesh, -(-rows // mesh) * mesh * math.prod(part) // rows)
+        yield Part(name, layer, part, mesh, -(-rows // mesh) * mesh * math.prod(part) // rows)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -198,14 +196,13 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
     if fsdp.pp == 1:
         return 0
     stages = fsdp.stages_of(pp_rank)
-    here = {*stages, -1, fsdp.stages}
-    times = sum(s + 1 not in here for s in stages)
-    times += work.trains * sum(s - 1 not in here for s in stages)
+    times = len(stages) - (fsdp.stages - 1 in stages)
+    times += work.trains * (len(stages) - (0 in stages))
     sent = (
         times * batch.grad_acc_steps * work.own_tokens * work.config.hidden_size * work.matmul_bytes
     )
-    apart = pp_rank in (0, fsdp.pp - 1) and not fsdp.zero_bubble
-    if work.config.tie_word_embeddings and work.pass_type == "step" and apart:
+    at_end = pp_rank in (0, fsdp.pp - 1)
+    if work.config.tie_word_embeddings and work.pass_type == "step" and at_end:
         rows, width = shapes["embed.weight"]
         part = math.ceil(rows / fsdp.tp)
         sent += 4 * math.ceil(part / (fsdp.shards // fsdp.tp)) * width

@@ -161,8 +161,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     """The same of a rank in a pipeline, whose stages stay gathered, and their gradients whole.
 
     Before its first backward a group has the activations of several micro batches: 1F1B has p - s of
-    them, Interleaved1F1B as many stages of them as its warm-up takes (Narayanan et al. 2021, 2.2), and
-    ZBV p on every group (Qi et al. 2024, section 6).
+    them, Interleaved1F1B as many stages of them as its warm-up takes (Narayanan et al. 2021, 2.2).
     """
     fsdp, batch, config, w = work.fsdp, work.batch, work.config, work.matmul_bytes
     layers, sizes = work.layers_of(pp_rank), _Sizes(work, pp_rank)
@@ -176,8 +175,6 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     boundaries *= ours
     if fsdp.virtual == 1:
         flying = min(batch.grad_acc_steps, fsdp.pp - pp_rank)
-    elif fsdp.zero_bubble:
-        flying = min(batch.grad_acc_steps, fsdp.pp)
     else:
         warm_up = (fsdp.virtual - 1) * fsdp.pp + 2 * (fsdp.pp - 1 - pp_rank) + 1
         flying = min(fsdp.virtual * batch.grad_acc_steps, warm_up) / fsdp.virtual

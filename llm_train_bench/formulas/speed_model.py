@@ -90,7 +90,6 @@ def least_time(work: Work, gpu: Hardware) -> float:
     fsdp = work.fsdp
     piece, _ = group_pieces(work, gpu, fsdp.group_of(fsdp.stages - 1))
     bubble = (fsdp.pp - 1) / fsdp.virtual * (piece.computing - piece.head)
-    bubble *= fsdp.pp > 1 and not fsdp.zero_bubble
     computing = work.batch.grad_acc_steps * piece.computing + bubble
     return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
 

@@ -124,8 +124,6 @@ class Fsdp:
     """Stages of the pipeline that each of these groups has."""
     layers: tuple[int, ...] = ()
     """Blocks of each stage; empty for as equal numbers as can be."""
-    zero_bubble: bool = False
-    """Whether stages lie on the groups in a V, there and back, and backward passes are split in two."""
     used: bool = True
 
     def __bool__(self) -> bool:
@@ -162,11 +160,11 @@ class Fsdp:
 
     def group_of(self, stage: int) -> int:
         """The group of ranks that has a stage of the pipeline."""
-        return min(stage, self.stages - 1 - stage) if self.zero_bubble else stage % self.pp
+        return stage % self.pp
 
-    def stages_of(self, pp_rank: int) -> list[int]:
+    def stages_of(self, pp_rank: int) -> range:
         """The stages of a group of ranks."""
-        return [stage for stage in range(self.stages) if self.group_of(stage) == pp_rank]
+        return range(pp_rank, self.stages, self.pp)
 
     def stage_layers(self, n: int, stage: int) -> range:
         """The blocks, of `n`, of a pipeline's stage."""

@@ -478,7 +478,7 @@ class Gradients:
 
     def __init__(self, model: HasWeights, layout: RankLayout):
         self.layout, self.other_end = layout, layout.pp - 1 - layout.pp_rank
-        self.tied: list[nn.Parameter] = []
+        self.tied: nn.Parameter | None = None
         self.partial: list[nn.Parameter] = []
         self.copies: list[tuple[nn.Parameter, int]] = []
         # Rows that several neighbouring ranks have: key/value heads fewer than ranks.
@@ -491,7 +491,7 @@ class Gradients:
                 self.partial.append(parameter)
             copies = layout.fsdp.replicas * (layout.tp if whole else 1)
             if name == "embed.weight" and model.config.tie_word_embeddings and layout.pp > 1:
-                self.tied.append(parameter)
+                self.tied = parameter
                 copies *= 2  # of the first and of the last stage
             self.copies.append((parameter, copies))
             for box in boxes(model.config, layout, name, parameter):
@@ -503,12 +503,9 @@ class Gradients:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Complete the gradients, and return the norm over all ranks."""
-        if len(self.tied) == 1:
-            grad = local_gradient(self.tied[0])
+        if self.tied is not None:
+            grad = local_gradient(self.tied)
             grad += self.layout.exchanged(grad, self.other_end)
-        elif self.tied:  # a V has both ends
-            first, last = map(local_gradient, self.tied)
-            last.copy_(first.add_(last))
         if self.partial:
             self._complete([local_gradient(p) for p in self.partial], "tp")
         repeated, same = torch.zeros((), device=self.weights.device), self.layout.fsdp.same_heads

@@ -79,8 +79,7 @@ def open_result(
             setattr(m, f"{kind}_bytes", plan.traffic.get(kind, 0))
     if fsdp.pp > 1:
         m.send_bytes = plan.traffic.get("send", 0)
-        bubble = (fsdp.pp - 1) / (fsdp.virtual * work.batch.grad_acc_steps)
-        m.pipeline_bubble_ideal = 0.0 if fsdp.zero_bubble else bubble
+        m.pipeline_bubble_ideal = (fsdp.pp - 1) / (fsdp.virtual * work.batch.grad_acc_steps)
     return result
 
 

@@ -75,7 +75,6 @@ TrackerName = Literal["wandb"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-PipelineSchedule = Literal["auto", "1f1b", "interleaved", "zbv"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,14 +395,11 @@ class PipelineFlags:
     pp: Split the layers over N groups of neighbouring ranks. train_pp.py uses 2 by default.
     pp_virtual: Stages per rank. 1 uses the schedule 1F1B, more use Interleaved1F1B.
     pp_layers: Blocks of each stage, such as 16 16 15 with --pp 3. By default as equal as can be.
-    pp_schedule: Order of the passes. auto: by --pp-virtual. zbv: two stages per rank in a V, and
-        backward passes split in two, of which the second fills the bubble.
     """
 
     pp: int | None = flag(None, SPEED, scripts=(Script.PP,), at_least=2, common=True)
     pp_virtual: int = flag(1, SPEED, scripts=(Script.PP,), at_least=1)
     pp_layers: tuple[int, ...] = flag((), SPEED, scripts=(Script.PP,))
-    pp_schedule: PipelineSchedule = flag("auto", SPEED, scripts=(Script.PP,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -507,6 +503,7 @@ REMOVED: dict[str, Any] = {
     "fp8_primary_weights": False,
     "grad_compression": "off",
     "peak_fp8_tflops": None,
+    "pp_schedule": "auto",
     "prefetch": 1,
     "profile_shapes": False,
     "val_batches": 8,

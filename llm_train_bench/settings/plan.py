@@ -200,9 +200,8 @@ def make_plan(
         if args.cpu_offload and platform == "cpu":
             raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
         stages = (args.pp or USUAL_STAGES, args.pp_virtual) if script is Script.PP else (1, 1)
-        stages = (stages[0], 2) if (v := args.pp_schedule == "zbv") else stages
         fsdp = resolve_layout(args.part(FsdpFlags), *stages, config, seq_len, world)
-        fsdp = dataclasses.replace(fsdp, layers=args.pp_layers, zero_bubble=v)
+        fsdp = dataclasses.replace(fsdp, layers=args.pp_layers)
         if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
             # One would leave ranks idle.
             batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)
@@ -451,10 +450,9 @@ def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: in
             f"--pp-layers: the numbers add up to {sum(fsdp.layers)}, but {config.path} has "
             f"{config.num_hidden_layers} blocks"
         )
-    rounds = virtual > 1 and not fsdp.zero_bubble
-    if micro < pp or (rounds and micro % pp):
+    if micro < pp or (virtual > 1 and micro % pp):
         few = max(1, -(-micro // pp)) * pp
-        need = "a multiple of it" if rounds else "as many or more"
+        need = "a multiple of it" if virtual > 1 else "as many or more"
         use = f"--grad-acc-steps {few}"
         if global_bsz:
             use = f"--global-bsz {global_bsz // micro * few}, or a smaller --bsz"

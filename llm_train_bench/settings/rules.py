@@ -85,13 +85,6 @@ CONTRADICTIONS = (
     ("--offload-activations does not work with CUDA graphs, which replay without its hooks; use "
      "--compile-mode default",
      lambda a, s: a.offload_activations and a.compile_mode in GRAPH_MODES),
-    ("--pp-schedule 1f1b has one stage per rank, interleaved --pp-virtual 2 or more, and zbv always two: "
-     "leave one of the two out",
-     lambda a, s: (a.pp_schedule in ("1f1b", "zbv") and a.pp_virtual > 1)
-     or (a.pp_schedule == "interleaved" and a.pp_virtual == 1)),
-    ("--pp-schedule zbv with --pt-compile, --sac-freq, --tp or --use-fp8: what is one function in "
-     "backward cannot be split, and would run twice or more; leave it out",
-     lambda a, s: a.pp_schedule == "zbv" and (a.pt_compile or a.sac_freq or a.tp > 1 or a.use_fp8)),
     ("--global-bsz sets --grad-acc-steps; give one of the two",
      lambda a, s: a.global_bsz is not None and a.grad_acc_steps != 1),
     ("--compile-mode with CUDA graphs: they are recorded in the first three steps; use --warmup-steps 3 "

@@ -64,8 +64,7 @@ def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[B
     world, rank = ranks.world // layout.pp, ranks.rank % (ranks.world // layout.pp)
     if not tensor.ndim or not copies:  # the same on all that have the layer
         copies, index = world, rank
-    apart = layout.pp > 1 and not layout.fsdp.zero_bubble
-    if apart and plain == "embed.weight" and config.tie_word_embeddings:
+    if layout.pp > 1 and plain == "embed.weight" and config.tie_word_embeddings:
         # The first stage and the last have it: those before the last rank come first.
         index += copies * (layout.pp_rank > 0)
         copies *= 2
