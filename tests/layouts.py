@@ -303,10 +303,8 @@ def compare(name: str, out: Path) -> Difference:
         assert metrics["expert_rows_max_over_mean"] == pytest.approx(fullest)
     if case.model == "lopsided":
         assert any(facts["idle"]), "every rank got rows"
-    if "capacity" in case.flags:
-        assert bool(metrics["repeated_steps"]) == ("overflow" in name)
-    # Nothing is seen of compiled steps, and what ran twice moved more.
-    if case.ranks > 1 and "--pt-compile" not in case.flags and not metrics["repeated_steps"]:
+    # Nothing is seen of compiled steps.
+    if case.ranks > 1 and "--pt-compile" not in case.flags:
         platform = "cpu" if DEVICE == "cpu" else "nvidia"
         work = plan_of(flags_of(case, out), case.script, case.ranks, platform).work
         assert work.fsdp.ulysses == ("gather" not in name)
@@ -317,8 +315,7 @@ def compare(name: str, out: Path) -> Difference:
             for kind in kinds:
                 pair = traffic_of(work, group).get(kind, 0), moved.get(kind, 0) / len(norms)
                 # Learned routing sends as many tokens as it will.
-                known = work.fsdp.ep == 1 or work.balanced or work.fsdp.ep_capacity
-                free = kind == "all_to_all" and not known
+                free = kind == "all_to_all" and work.fsdp.ep > 1 and not work.balanced
                 same = pair[1] < 1.6 * pair[0] + 1e4 if free else pair[0] == pair[1]
                 traffic |= {} if same else {f"{kind} of {group}": pair}
     numbers = loss, validation, max(norms[:3]), max(norms[3:], default=0.0), worst[most], last

@@ -116,8 +116,6 @@ def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int
     return (round(size * width), reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
 
 
-
-
 def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
@@ -314,26 +312,24 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         yield move(2 * passes, round(sent * (experts.latent or config.hidden_size) * w))
         # Choices of experts and their weights.
         yield move(passes, round(sent * 2 * experts.per_token * 4))
-        if not (work.balanced or fsdp.ep_capacity):  # or it is always the same
+        if not work.balanced:  # or it is always the same
             yield move(1 + again * work.compiled, 16 * fsdp.ep)
     if experts.aux_loss and work.trains:
         yield TokenMoves("ep", "all_reduce", 1 + repeats, 4 * experts.number, fsdp.ranks, 1)
 
 
 def tokens_sent(work: Work) -> float:
-    """To how many ep ranks a token goes, in the mean; with `ep_capacity`, for how many there is room.
+    """To how many ep ranks a token goes, in the mean.
 
     Of a token's k experts those of one rank get it once. Balanced ones are k neighbours of all, dealt out
     in turn; learned ones are thought to be chosen alike.
     """
-    e, ep, tokens = work.config.experts, work.fsdp.ep, work.own_tokens
+    e, ep = work.config.experts, work.fsdp.ep
     k, each = e.per_token, e.number // ep
     if work.trainer is not OUR_TRAINER:
         return k
-    if work.fsdp.ep_capacity:
-        return ep * work.fsdp.expert_room(tokens, k, e.number)[0] / tokens
     if not work.balanced:
-        return ep * work.fsdp.share_sent(k, e.number)
+        return ep * (1 - math.comb(e.number - each, k) / math.comb(e.number, k))
     firsts = range(0, math.lcm(e.number, k), k)
     places = [len({(first + j) % e.number // each for j in range(k)}) for first in firsts]
     return sum(places) / len(places)

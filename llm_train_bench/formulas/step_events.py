@@ -164,8 +164,6 @@ def _round_of(work: Work) -> int:
     return n_micro // max(1, n_micro // work.fsdp.pp)
 
 
-
-
 def _order(work: Work, group: int) -> Iterator[tuple[bool, int, int]]:
     """A group's (backward, stage, micro batch) in turn: as PyTorch's schedules have them."""
     pp, v, m = work.fsdp.pp, work.fsdp.virtual, work.batch.grad_acc_steps

@@ -5,7 +5,6 @@ Needs no torch. llm_train_bench/settings/plan.py makes a `Work` of the flags, th
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -91,7 +90,6 @@ class Ddp:
     def __bool__(self) -> bool:
         return self.used
 
-
     @property
     def reduce_bytes(self) -> int:
         """Bytes of a reduced gradient's number."""
@@ -112,8 +110,6 @@ class Fsdp:
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    ep_capacity: float | None = None
-    """Room for rows of experts as a factor of an equal share; None for exact sizes."""
     same_heads: int = 1
     """tp ranks that have the same key/value head."""
     ulysses: bool = True
@@ -128,20 +124,6 @@ class Fsdp:
 
     def __bool__(self) -> bool:
         return self.used
-
-    def share_sent(self, k: int, number: int) -> float:
-        """Share of tokens that go to each ep rank, if any k of a number of experts are as likely."""
-        return 1 - math.comb(number - number // self.ep, k) / math.comb(number, k)
-
-    def expert_room(self, tokens: int, k: int, number: int) -> tuple[int, int]:
-        """Tokens to each ep rank, and choices of a rank's experts, for which `ep_capacity` has room.
-
-        A rank chooses k of a number of experts for each of its `tokens`.
-        """
-        factor = self.ep_capacity or 1.0
-        there = min(tokens, math.ceil(factor * tokens * self.share_sent(k, number)))
-        most = there * self.ep * min(k, number // self.ep)
-        return there, min(most, math.ceil(factor * tokens * k))
 
     @property
     def divided(self) -> bool:
@@ -396,11 +378,8 @@ class Work:
 
     @property
     def expert_rows(self) -> int:
-        """Rows that a rank's experts compute of a micro batch: the mean, or all of `ep_capacity`."""
-        k, number = self.config.experts.per_token, self.config.experts.number
-        if self.fsdp.ep_capacity and self.trainer is OUR_TRAINER:
-            return self.fsdp.expert_room(self.own_tokens, k, number)[1]
-        return self.own_tokens * k
+        """Rows that a rank's experts compute of a micro batch in the mean."""
+        return self.own_tokens * self.config.experts.per_token
 
     @property
     def gathered_tokens(self) -> int:

@@ -138,9 +138,6 @@ class RankLayout(ReplicaLayout):
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.names: dict[str, Any] = {}  # of the groups
         self.owners: dist.ProcessGroup | None = None  # all that share one copy of the same layers
-        # Whether exchanges of rows have the sizes of `Fsdp.ep_capacity`, and while it is not None:
-        # whether rows did not fit, and the capacity that they needed.
-        self.padded, self.needed = False, cast(Tensor | None, None)
 
     def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
         """Make the groups of ranks; all ranks call this. Returns the meshes over which FSDP divides.
@@ -345,15 +342,11 @@ class RankLayout(ReplicaLayout):
     def plan_rows(self, index: Tensor, counts: Tensor) -> Any:
         """Tokens to each of the ep ranks and from it, and choices of experts here.
 
-        A token that several experts of a rank want goes there once. If `padded`, these are the sizes for
-        which there is room, known without asking.
+        A token that several experts of a rank want goes there once.
         """
         if self.ep == 1:
             return super().plan_rows(index, counts)
         each = len(counts) // self.ep
-        if self.padded:
-            room, choices = self.fsdp.expert_room(index.shape[0], index.shape[1], len(counts))
-            return ([room] * self.ep, [room] * self.ep, choices), each
         place = index // each
         numbers = torch.stack((self.wanted(place).sum(1), counts.view(self.ep, each).sum(1)), dim=1)
         # By an operator that selective checkpointing does not keep: a recomputation has the plan.
@@ -373,34 +366,12 @@ class RankLayout(ReplicaLayout):
         there, here, choices = numbers.view(3, -1).tolist()
         return there, here, sum(choices)
 
-    def capacity_needed(self) -> tuple[bool, float]:
-        """`needed` of all ranks: whether rows did not fit, and the largest capacity needed.
-
-        It is a step's one wait for the device.
-        """
-        needed = cast(Tensor, self.needed).clone()
-        dist.all_reduce(needed, dist.ReduceOp.MAX)
-        overflow, capacity = needed.tolist()
-        return overflow > 0, capacity
-
-    def _note_needed(self, number: Tensor, room: int, share: float) -> None:
-        found = torch.stack((number > room, number / share))
-        self.needed = cast(Tensor, self.needed).maximum(found)
-
     def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         if self.ep == 1:
             return super().send(tokens, index, weights, plan)
         ((there, here, _), each), N = plan, len(tokens)
-        wanted = self.wanted(index // each)
-        if self.needed is not None:
-            share = N * self.fsdp.share_sent(index.shape[1], each * self.ep)
-            self._note_needed(wanted.sum(1).max(), there[0] if self.padded else N, share)
-        if self.padded:  # by those that are not wanted
-            ranks = torch.arange(self.ep, device=index.device)[:, None]
-            order = wanted.argsort(dim=1, descending=True, stable=True)[:, : there[0]]
-            order = (N * ranks + order).flatten()
-        else:
-            order = wanted.flatten().argsort(descending=True, stable=True)[: sum(there)]
+        wanted = self.wanted(index // each).flatten()
+        order = wanted.argsort(descending=True, stable=True)[: sum(there)]
         token, place = order % N, order // N  # by rank, then by token
         local = index[token] - each * place[:, None]
         inside = (local >= 0) & (local < each)
@@ -424,13 +395,6 @@ class RankLayout(ReplicaLayout):
         order = choice.argsort(stable=True)[:choices]  # by expert; those of other ranks come last
         counts = count_rows(choice, each + 1)[:each]
         rows = tokens[order // k]
-        if self.needed is not None:
-            self._note_needed(counts.sum(), choices, N * k)
-        if self.padded:  # zeros, for the last expert
-            ends = counts.cumsum(0).clamp(max=choices)
-            ends[-1].fill_(choices)  # an assignment would copy from the host, and wait
-            counts = ends.diff(prepend=ends[:1] * 0)
-            rows = rows * (choice[order] < each)[:, None]
         if not len(rows):  # the experts' gradients are zeros, not absent
             counts = F.pad(torch.ones_like(counts[:1]), (0, each - 1))
             y = experts(F.pad(rows, (0, 0, 0, 1)), counts)[:0]

@@ -1,7 +1,6 @@
 """Turns finished steps into the figures of a result; docs/METRICS.md defines each."""
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -63,11 +62,6 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         result.remark(
             f"memory was so full that the allocator emptied its cache {m.allocator_retries} times in the "
             "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
-        )
-    if m.repeated_steps and m.ep_capacity_needed:
-        result.remark(
-            f"{m.repeated_steps} measured or captured steps ran twice: rows of experts did not fit; use "
-            f"--ep-capacity {math.ceil(10 * m.ep_capacity_needed) / 10:g} or more, or leave it out"
         )
     _fill_compile_metrics(result, ranks)
     _fill_machine_use(result, ranks)

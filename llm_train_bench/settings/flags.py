@@ -365,9 +365,6 @@ class FsdpFlags:
     tp: Split heads and MLP of every block over N ranks (tensor and sequence parallelism).
     cp: Split the tokens of every sample over N ranks (context parallelism).
     ep: Split the experts of every layer over N ranks (expert parallelism).
-    ep_capacity: Exchange rows of experts in buffers of fixed size: FACTOR times an equal share. The
-        host then waits for counts once per step instead of once per layer and micro batch. A step
-        whose rows do not fit is repeated with exact sizes. For --ep with learned routing.
     cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory.
     reduce_last: Reduce gradients after the last micro batch alone. Until then each rank keeps all
         gradients whole.
@@ -381,9 +378,6 @@ class FsdpFlags:
     tp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
     cp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
     ep: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
-    ep_capacity: float | None = flag(
-        None, SPEED, scripts=SHARDED, at_least=1, at_most=100, metavar="FACTOR"
-    )
     cpu_offload: bool = flag(False, SPEED, scripts=(Script.FSDP,))
     reduce_last: bool = flag(False, SPEED, scripts=(Script.FSDP,))
 
@@ -500,6 +494,7 @@ REMOVED: dict[str, Any] = {
     "beta1": 0.9,
     "beta2": 0.95,
     "ddp_mode": "bucketed",
+    "ep_capacity": None,
     "fp8_primary_weights": False,
     "grad_compression": "off",
     "peak_fp8_tflops": None,

@@ -425,7 +425,7 @@ def resolve_layout(
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
     # The stages of a pipeline stay gathered over all micro batches of a step.
     reshard = flags.reshard_after_forward == "always" and pp == 1
-    names = "reduce_dtype cpu_offload reduce_last tp cp ep ep_capacity".split()
+    names = "reduce_dtype cpu_offload reduce_last tp cp ep".split()
     same: dict[str, Any] = {name: getattr(flags, name) for name in names}
     same |= dict(same_heads=copies_of_heads(config, tp), pp=pp, virtual=virtual)
     return Fsdp(shards, flags.dp_replicate, reshard, ulysses=ulysses, **same)
