@@ -84,10 +84,6 @@ MODELS["wide-latent"] = MODELS["deepseek"] | dict(
     moe_intermediate_size=32,
 )  # fmt: skip
 MODELS["wide-moe"] = MODELS["moe"] | dict(intermediate_size=128)
-# Multi-token prediction, of two modules or of one.
-MODELS["deepseek-mtp"] = MODELS["deepseek"] | dict(num_nextn_predict_layers=2)
-MODELS["glm-few-mtp"] = MODELS["glm"] | dict(num_key_value_heads=1, num_nextn_predict_layers=2)
-MODELS["delta-mtp"] = MODELS["delta"] | dict(mtp_num_hidden_layers=1)
 # --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
 CLIPS = {"gpt2": 0.8, "deep": 1.15, "gpt_oss": 0.93, "gpt_oss-few": 1.08}
 CLIPS["lopsided"] = 0.7
@@ -141,7 +137,7 @@ FP8 = {
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 }
 FLAGS = dict(
-    pack=PACK, lora="--lora-rank 4 --lora-alpha 64", mtp="--mtp 0.5", bf16=BF16, muon=MUON,
+    pack=PACK, lora="--lora-rank 4 --lora-alpha 64", bf16=BF16, muon=MUON,
     eight=EIGHT, balanced=BALANCED_ROUTE, save="--save-every 1 --save-keep 99", fp8=FP8,
 )  # fmt: skip
 
@@ -166,7 +162,7 @@ MUTANTS = {name for name, case in CASES.items() if case.mutant}
 # Cases of few ranks run a second time with all blocks recomputed, but for these, of which other tests or
 # cases have both.
 ALONE = (
-    "--sac-freq --use-fp8 --optimizer --route --pt-compile --pack --lora-rank --mtp "
+    "--sac-freq --use-fp8 --optimizer --route --pt-compile --pack --lora-rank "
     "--offload-activations --bf16-weights --fused-backward --save-every"
 ).split()
 CASES |= {
@@ -203,7 +199,7 @@ def reference_of(case: Case) -> tuple[str, Case]:
     """The run on one device that a case is compared with, and the name of its directory."""
     low = "--use-fp8" in case.flags  # scales are of one micro batch, and so is a balance loss
     micro = case.micro if low or MODELS[case.model].get("output_router_logits") else 1
-    kinds = [BF16 if BF16 in case.flags else "--amp bf16", PACK, FLAGS["lora"], FLAGS["mtp"]]
+    kinds = [BF16 if BF16 in case.flags else "--amp bf16", PACK, FLAGS["lora"]]
     kinds += MUON, EIGHT, BALANCED_ROUTE, *FP8.values()
     more = "".join(f" {flags}" for flags in kinds if flags in case.flags)
     alone = Case(1, case.model, f"--bsz {GLOBAL // micro} --grad-acc-steps {micro}{more}")

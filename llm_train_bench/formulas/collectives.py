@@ -162,7 +162,7 @@ def rank_parameters(
 ) -> Iterator[Part]:
     """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
     last = config.num_hidden_layers - 1
-    layers = set(fsdp.layers_of(config.num_blocks, pp_rank))
+    layers = set(fsdp.layers_of(config.num_hidden_layers, pp_rank))
     roots = {"embed", "positions"} if 0 in layers else set()
     if last in layers:
         roots |= {"norm", "lm_head"} | ({"embed"} if config.tie_word_embeddings else set())
@@ -228,16 +228,15 @@ def end_moves(work: Work, layers: Collection[int]) -> Iterator[TokenMoves]:
     Embeddings are added up for own tokens, and the last hidden states gathered. In the loss a maximum and
     two sums of each token pass, in fp32.
     """
-    fsdp, config, back, heads = work.fsdp, work.config, int(work.trains), 1 + work.config.mtp
-    last = config.num_hidden_layers - 1 in layers
-    embeds = (0 in layers) + config.mtp * last
+    fsdp, config, back = work.fsdp, work.config, int(work.trains)
+    first, last = 0 in layers, config.num_hidden_layers - 1 in layers
     if fsdp.tp == 1:
         return
     size = work.gathered_tokens * config.hidden_size * work.matmul_bytes
     move = functools.partial(TokenMoves, "tp", ranks=fsdp.tp, apart=1)
-    yield move("all_gather", last * heads + embeds * back, size)
-    yield move("reduce_scatter", embeds + last * heads * back, size)
-    yield move("all_reduce", last * heads, 12 * work.gathered_tokens)
+    yield move("all_gather", last + first * back, size)
+    yield move("reduce_scatter", first + last * back, size)
+    yield move("all_reduce", int(last), 12 * work.gathered_tokens)
 
 
 def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
@@ -278,7 +277,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         if mixes and config.whole_qk_norm:  # mean squares of queries and keys, in fp32
             yield move("all_reduce", passes, 8 * work.gathered_tokens)
         # A recomputation stops before the last reduction, unless a norm or experts come after it.
-        last = config.ends_with_norm(layer)
+        last = config.blocks_end_with_norm
         repeated = (mixes and (last or layer not in config.mixer_alone)) + (
             follows and (last or experts.shared_size > 0)
         )

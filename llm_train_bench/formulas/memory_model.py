@@ -129,8 +129,6 @@ def estimate_memory(
     reduced *= learns
     in_backward = lasting + gathered + kept + sizes.copies
     in_backward += (sizes.vocabulary * width if fsdp else head_gradient) * learns
-    if work.config.mtp:  # the embedding's gradient begins with the last module's
-        in_backward += sizes.vocabulary * (width if fsdp else 4)
     in_backward += _in_backward(work, work.layers, reduced, fused_norm)
     if work.offload and not (several or work.ddp or whole_weights):
         in_backward += gradients  # elsewhere they grow while what is kept shrinks
@@ -340,7 +338,7 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     else:
         # When the sum is made, only the gradient of the logits is left.
         logits = max(logits, w * chunk + summed + (2 * sizes.vocabulary if w == 2 else 0)) - summed
-    return logits + copy, (1 + work.config.mtp) * (summed + hidden)
+    return logits + copy, summed + hidden
 
 
 def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
@@ -352,9 +350,8 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     """
     config, w, d = work.config, work.matmul_bytes, work.config.hidden_size
     parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
-    mtp = config.is_mtp(layer)
-    norms = parts * (1 + config.norm_around) + 3 * mtp
-    numbers = (norms + 2 * mtp) * d * work.own_tokens  # the inputs of norms, and of a merge
+    norms = parts * (1 + config.norm_around)
+    numbers = norms * d * work.own_tokens
     extra = 4 * norms * (1 if config.rms_norm else 2) * work.own_tokens
     if config.rms_norm and not fused_norm and not work.compiled:
         extra += norms * d * (8 - w) * work.own_tokens  # input and product in fp32
@@ -559,7 +556,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             again = work.matmul_bytes * _cheap(work, layer)
             total += times * (block_activations(work, fused_norm, layer) - again)
         elif work.recompute.policy == "block":
-            total += times * w * work.own_tokens * d * (1 + config.is_mtp(layer))
+            total += times * w * work.own_tokens * d
         else:
             tp = work.fsdp.tp
             a, kv = config.query_size / tp, work.kv_size

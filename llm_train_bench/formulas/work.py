@@ -176,14 +176,14 @@ NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
 @functools.lru_cache(maxsize=64)
 def _layer_kinds(config: ModelConfig) -> list[tuple[Any, ...]]:
     """What of a block decides its time and memory; cached, since a search asks for it again and again."""
-    blocks = range(config.num_blocks)
+    blocks = range(config.num_hidden_layers)
     return [(tuple(config.block_shapes(i)), config.windows[i]) for i in blocks]
 
 
 @functools.lru_cache(maxsize=64)
 def _block_parameters(config: ModelConfig) -> list[int]:
     numbers = []
-    for i in range(config.num_blocks):
+    for i in range(config.num_hidden_layers):
         experts = config.expert_shapes(i).values()
         number = config.experts.number if experts else 0
         shared = sum(n * k for n, k in config.block_shapes(i).values())
@@ -359,7 +359,7 @@ class Work:
     @property
     def layers(self) -> range:
         """The numbers of the blocks."""
-        return range(self.config.num_blocks)
+        return range(self.config.num_hidden_layers)
 
     @property
     def kv_heads(self) -> int:
@@ -388,11 +388,11 @@ class Work:
 
     def stage_layers(self, stage: int) -> range:
         """The blocks of a pipeline's stage."""
-        return self.fsdp.stage_layers(self.config.num_blocks, stage)
+        return self.fsdp.stage_layers(self.config.num_hidden_layers, stage)
 
     def layers_of(self, pp_rank: int) -> list[int]:
         """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
-        return self.fsdp.layers_of(self.config.num_blocks, pp_rank)
+        return self.fsdp.layers_of(self.config.num_hidden_layers, pp_rank)
 
     @property
     def block_parameters(self) -> list[int]:

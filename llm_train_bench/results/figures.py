@@ -278,7 +278,7 @@ def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
 
 def describe_fp8(fp8: Fp8Work, config: ModelConfig | None, version: str) -> Fp8Info:
     """A result's account of the converted layers of a whole model; a layer's experts count as one."""
-    matrices = converted_matrices(fp8, config, range(config.num_blocks)) if config else []
+    matrices = converted_matrices(fp8, config, range(config.num_hidden_layers)) if config else []
     same = ("backend", "recipe", "emulated", "primary_weights")
     return Fp8Info(
         **{name: getattr(fp8, name) for name in same},

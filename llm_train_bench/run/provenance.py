@@ -136,8 +136,7 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
     if work.linear == "te":
         yield "linear layers and norms of the blocks by Transformer Engine, without FP8"
     if n := work.config.mtp_layers:
-        did = "trained" if work.config.mtp else "left out"
-        yield f"modules of multi-token prediction (--mtp): {n} {did}"
+        yield f"modules of multi-token prediction: {n} left out"
     if work.config.recurrent:
         yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
     if snapshot and device.type == "cpu":

@@ -84,13 +84,10 @@ class ModelFlags:
     config: Model: a Hugging Face config.json, or a directory with one. Or use --from FILE, the
         config and flags of a result.json or YAML file; later flags override the file.
     route: How experts are chosen for a token: by the learned router, or round-robin (balanced).
-    mtp: Train the file's modules of multi-token prediction too. Factor of the mean of their losses,
-        such as 0.3; the reported loss is without them.
     """
 
     config: str = flag(dataclasses.MISSING, LENGTH, metavar="CONFIG", positional=True, common=True)
     route: Literal["learned", "balanced"] = flag("learned", LEARNT, headline=True)
-    mtp: float | None = flag(None, LEARNT, above=0, at_most=100, headline=True, metavar="FACTOR")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -497,6 +494,7 @@ REMOVED: dict[str, Any] = {
     "ep_capacity": None,
     "fp8_primary_weights": False,
     "grad_compression": "off",
+    "mtp": None,
     "peak_fp8_tflops": None,
     "pp_schedule": "auto",
     "prefetch": 1,

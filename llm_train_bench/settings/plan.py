@@ -173,8 +173,6 @@ def make_plan(
     the run could not work.
     """
     config = config or load_config(args.config, args.pad_vocab)
-    if args.mtp is not None:
-        config = config.with_mtp(args.mtp)
     if args.bsz == "auto":
 
         def sized(bsz: int) -> Plan:
@@ -367,7 +365,7 @@ def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Rec
     """
     if freq is None:
         return Recompute()
-    (q, p), n = parse_sac_freq(freq), config.num_blocks
+    (q, p), n = parse_sac_freq(freq), config.num_hidden_layers
     blocks = tuple(i for i in range(n) if (i + 1) * q // p > i * q // p)
     if not blocks:
         raise UsageError(

@@ -134,8 +134,6 @@ CONTRADICTIONS = (
      "leave it out",
      lambda a, s: a.lora_rank and (a.tp > 1 or a.use_fp8 or a.fused_backward or a.zero1
                                    or s is Script.PP)),
-    ("--mtp with train_pp.py or --lora-rank is not implemented; leave it out",
-     lambda a, s: a.mtp is not None and (s is Script.PP or a.lora_rank)),
     ("--optimizer muon with --lora-rank, --zero1, --cpu-offload, --amp fp16 or --fp8-all-gather of te is "
      "not implemented; use adamw",
      lambda a, s: a.optimizer == "muon" and (a.lora_rank or a.zero1 or a.cpu_offload or a.amp == "fp16"
