@@ -72,7 +72,7 @@ MODELS |= {
     "minimax": FAMILIES["minimax_m2"] | SIZES | dict(intermediate_size=32, num_local_experts=8),
     **{name: FAMILIES[name] | SIZES for name in "qwen3 mistral olmo3 ministral3 seed_oss".split()},
 }  # fmt: skip
-# Fewer key/value heads than ranks.
+# Fewer key/value heads than cp ranks.
 MODELS["one-head"] = MODELS["qwen2"] | dict(num_key_value_heads=1)
 MODELS["olmo3-few"] = MODELS["olmo3"] | dict(num_key_value_heads=2)
 MODELS["gpt_oss-few"] = MODELS["gpt_oss"] | dict(num_key_value_heads=2)

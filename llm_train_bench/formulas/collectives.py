@@ -18,7 +18,7 @@ from llm_train_bench.formulas.scales import reductions, shared_dimensions
 from llm_train_bench.formulas.work import OUR_TRAINER, Fsdp, Work, alike
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
-from llm_train_bench.model.shares import cuts, divided, is_matrix, part_shape, sharded_dimension
+from llm_train_bench.model.shares import divided, is_matrix, part_shape, sharded_dimension
 
 
 class Part(NamedTuple):
@@ -87,18 +87,13 @@ def padded_size(work: Work, part: Part) -> int:
 
 
 def muon_numbers(shapes: Shapes, work: Work, pp_rank: int) -> float:
-    """Numbers of matrices that Muon has of a rank, in the mean; copies on tp ranks count."""
+    """Numbers of matrices that Muon has of a rank, in the mean; each tp rank's copy counts."""
     fsdp, numbers = work.fsdp, 0.0
     layers = set(work.layers_of(pp_rank))
     for name, shape in shapes.items():
         if not is_matrix(name, len(shape)) or int(name.split(".")[1]) not in layers:
             continue
-        if (how := divided(work.config, name)) is None:
-            copies: float = fsdp.tp
-        else:
-            ranks = getattr(fsdp, how[0])
-            parts = (c for r in range(ranks) for c in cuts(work.config, name, ranks, r))
-            copies = sum(cut.length for cut in parts) / sum(how[2])
+        copies = fsdp.tp if divided(work.config, name) is None else 1
         numbers += copies * math.prod(shape) / fsdp.shards
     return numbers
 
@@ -135,15 +130,9 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
         moved["all_gather"] += micro_steps * gathers * gathered
         moved["reduce_scatter"] += reductions * reduced
         moved["all_reduce"] += reductions * replicated
-        if (how := divided(config, part.name)) is None and fsdp.tp > 1:
+        if fsdp.tp > 1 and divided(config, part.name) is None:
             rows, *rest = part.shape
             partial += min(-(-rows // part.mesh), rows) * math.prod(rest)
-        elif how is not None and how[0] == "tp" and fsdp.same_heads > 1:
-            begin, end = 0, -(-part.shape[0] // part.mesh)  # rows of the first rank
-            for cut in cuts(config, part.name, fsdp.tp, 0):
-                same = min(end, begin + cut.length) - begin if cut.copies > 1 else 0
-                partial += max(0, same) * math.prod(part.shape[1:])
-                begin += cut.length
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
         moved["all_reduce"] += 4 * partial
         if config.experts and config.experts.correction_rate:

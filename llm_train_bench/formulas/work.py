@@ -110,8 +110,6 @@ class Fsdp:
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    same_heads: int = 1
-    """tp ranks that have the same key/value head."""
     ulysses: bool = True
     """Whether cp ranks exchange heads for tokens; otherwise they gather keys and values."""
     pp: int = 1
@@ -363,8 +361,8 @@ class Work:
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads of a rank; where ranks are more, several have the same one."""
-        return max(1, self.config.num_key_value_heads // self.fsdp.tp)
+        """Key/value heads of a rank."""
+        return self.config.num_key_value_heads // self.fsdp.tp
 
     @property
     def kv_size(self) -> int:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from llm_train_bench.apply.sharded import boxes
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layers import autocast_dtype
@@ -169,8 +168,6 @@ class RankLayout(ReplicaLayout):
             "pp": (("rest", "pp"), ranks.view(pp, -1).T),
             "owners": (("rest", "owners"), ranks.view(-1, self.fsdp.shards)),
         }
-        if self.fsdp.same_heads > 1:
-            grids["heads"] = (("rest", "heads"), ranks.view(-1, self.fsdp.same_heads))
         meshes = {
             kind: DeviceMesh(device.type, grid, mesh_dim_names=names)
             for kind, (names, grid) in grids.items()
@@ -191,7 +188,7 @@ class RankLayout(ReplicaLayout):
         how = divided(config, name)
         if how is None or (n := getattr(self, how[0])) == 1:
             return value
-        dim, sizes = how[1], [sum(c.length for c in cuts(config, name, n, r)) for r in range(n)]
+        dim, sizes = how[1], [sum(map(len, cuts(config, name, n, r))) for r in range(n)]
         if missing := max(sizes) - value.shape[dim]:  # all gather parts of one size
             value = torch.cat((value, value.narrow(dim, 0, missing)), dim)
         parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(n)]
@@ -441,56 +438,56 @@ class Gradients:
     """
 
     def __init__(self, model: HasWeights, layout: RankLayout):
-        self.layout, self.other_end = layout, layout.pp - 1 - layout.pp_rank
-        self.tied: nn.Parameter | None = None
-        self.partial: list[nn.Parameter] = []
-        self.copies: list[tuple[nn.Parameter, int]] = []
-        # Rows that several neighbouring ranks have: key/value heads fewer than ranks.
-        self.repeated: list[tuple[nn.Parameter, tuple[slice, ...]]] = []
+        self.layout = layout
+        self.parameters: list[nn.Parameter] = []
+        self.partial: list[nn.Parameter] = []  # norms and routers, whole on every tp rank
+        self.tied: nn.Parameter | None = None  # a tied embedding, at both ends of a pipeline
+        ranks_with_same_shard = []
         for name, parameter in model.weights():
             if not parameter.requires_grad:
                 continue
-            whole = divided(model.config, name) is None
-            if whole and layout.tp > 1:
+            ranks = layout.fsdp.replicas
+            if layout.tp > 1 and divided(model.config, name) is None:
                 self.partial.append(parameter)
-            copies = layout.fsdp.replicas * (layout.tp if whole else 1)
-            if name == "embed.weight" and model.config.tie_word_embeddings and layout.pp > 1:
+                ranks *= layout.tp
+            if layout.pp > 1 and name == "embed.weight" and model.config.tie_word_embeddings:
                 self.tied = parameter
-                copies *= 2  # of the first and of the last stage
-            self.copies.append((parameter, copies))
-            for box in boxes(model.config, layout, name, parameter):
-                if box.copies > 1:
-                    self.repeated.append((parameter, box.at))
-        device = self.copies[0][0].device
-        self.weights = torch.tensor([1 / n for _, n in self.copies], device=device)
+                ranks *= 2
+            self.parameters.append(parameter)
+            ranks_with_same_shard.append(ranks)
+        device = self.parameters[0].device
+        self.weights = torch.tensor([1 / n for n in ranks_with_same_shard], device=device)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Complete the gradients, and return the norm over all ranks."""
-        if self.tied is not None:
-            grad = local_gradient(self.tied)
-            grad += self.layout.exchanged(grad, self.other_end)
-        if self.partial:
-            self._complete([local_gradient(p) for p in self.partial], "tp")
-        repeated, same = torch.zeros((), device=self.weights.device), self.layout.fsdp.same_heads
-        if same > 1:
-            flat = self._complete([local_gradient(p)[at] for p, at in self.repeated], "heads")
-            repeated = flat.float().square().sum() * (1 / same - 1) / self.layout.fsdp.replicas
-        parts = [local_gradient(p) for p, _ in self.copies]
-        norms = torch.stack(torch.ops.aten._foreach_norm(parts, 2, torch.float32))
-        total = (norms.square() * self.weights).sum() + repeated
+        self._sum_tied()
+        self._sum_partial()
+        norms = torch.ops.aten._foreach_norm(self._shards(), 2, torch.float32)
+        total = (torch.stack(norms).square() * self.weights).sum()
         dist.all_reduce(total)
         return total.sqrt()
 
-    def _complete(self, parts: list[Tensor], group: str) -> Tensor:
-        """Add up parts of gradients over a group, in place; returns all their numbers."""
-        flat = torch.cat([part.flatten() for part in [*parts, self.weights[:0]]])
-        dist.all_reduce(flat, group=self.layout.groups[group])
+    def _sum_tied(self) -> None:
+        """Add up a tied embedding's gradients of the first and of the last stage."""
+        if self.tied is not None:
+            grad = local_gradient(self.tied)
+            grad += self.layout.exchanged(grad, self.layout.pp - 1 - self.layout.pp_rank)
+
+    def _sum_partial(self) -> None:
+        """Add up what each tp rank has of the gradients of parameters that are whole on all of them."""
+        if not self.partial:
+            return
+        parts = [local_gradient(p) for p in self.partial]
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat, group=self.layout.groups["tp"])
         for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
             part.copy_(values.view_as(part))
-        return flat
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients so that `norm`, theirs, is at most `max_norm`."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch.ops.aten._foreach_mul_([local_gradient(p) for p, _ in self.copies], factor)
+        torch.ops.aten._foreach_mul_(self._shards(), factor)
+
+    def _shards(self) -> list[Tensor]:
+        return [local_gradient(p) for p in self.parameters]

@@ -24,7 +24,7 @@ from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.hf_names import adapted_rows, hf_names
 from llm_train_bench.model.shapes import Lora
-from llm_train_bench.model.shares import copies_of_heads, part_shape
+from llm_train_bench.model.shares import part_shape
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
@@ -386,7 +386,7 @@ def resolve_layout(
     if ep > 1 and not any(config.has_experts(i) for i in range(config.num_hidden_layers)):
         raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes, r = [heads, kv_heads if tp % kv_heads else heads], config.recurrent
+    sizes, r = [heads, kv_heads], config.recurrent
     if any("down" in config.mlp_shapes(i) for i in range(config.num_hidden_layers)):
         sizes.append(config.intermediate_size)
     if r:
@@ -411,7 +411,7 @@ def resolve_layout(
         raise UsageError(
             f"--tp {tp}: {config.path} has only {config.padded_vocab_size} words; use fewer ranks"
         )
-    ulysses = heads // tp % cp == 0 and max(1, kv_heads // tp) % cp == 0
+    ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
     groups = r.groups // tp
     even = cp == 1 or not r or (r.heads // tp % cp == 0 and 0 in (groups % cp, cp % groups))
     if not even or (cp > 1 and r and not ulysses):
@@ -425,8 +425,8 @@ def resolve_layout(
     reshard = flags.reshard_after_forward == "always" and pp == 1
     names = "reduce_dtype cpu_offload reduce_last tp cp ep".split()
     same: dict[str, Any] = {name: getattr(flags, name) for name in names}
-    same |= dict(same_heads=copies_of_heads(config, tp), pp=pp, virtual=virtual)
-    return Fsdp(shards, flags.dp_replicate, reshard, ulysses=ulysses, **same)
+    replicas = flags.dp_replicate
+    return Fsdp(shards, replicas, reshard, ulysses=ulysses, pp=pp, virtual=virtual, **same)
 
 
 def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: int | None) -> None:

@@ -72,11 +72,8 @@ def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[B
         return [Block(local, tuple(offsets), copies, index)]
     if divided(config, plain) is None:
         copies, index = copies * layout.tp, index * layout.tp + layout.tp_rank
-    found = []
-    for box in boxes(config, layout, plain, tensor):
-        same = copies * box.copies, index * box.copies + layout.tp_rank % box.copies
-        found.append(Block(local[box.at], box.offsets, *same))
-    return found
+    own = boxes(config, layout, plain, tensor)
+    return [Block(local[box.at], box.offsets, copies, index) for box in own]
 
 
 def own_shares(
