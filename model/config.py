@@ -17,7 +17,6 @@ from llm_train_bench.model.families import (
     FAMILIES,
     MTP_FAMILIES,
     MTP_KEYS,
-    MTP_NOT_IMPLEMENTED,
     NOT_IMPLEMENTED,
     from_first_dialect,
 )
@@ -107,11 +106,7 @@ class ModelConfig:
     """Attention's output is multiplied by a sigmoid of the token, element by element."""
     recurrent: Recurrent = NO_RECURRENT
     mtp_layers: int = 0
-    """Modules of multi-token prediction that the file names; they run with --mtp alone."""
-    mtp: int = 0
-    """Those that run: blocks after the last layer, numbered on from it (`with_mtp`)."""
-    mtp_weight: float = 0.0
-    """Factor of the mean of their losses."""
+    """Modules of multi-token prediction that the file names; they are left out."""
     mlp_alone: tuple[int, ...] = ()
     """Layers that have an MLP or experts, and nothing before them."""
     mixer_alone: tuple[int, ...] = ()
@@ -143,30 +138,9 @@ class ModelConfig:
         return self.latent.rope_dim if self.latent else self.rotary_size or self.head_dim
 
     @property
-    def num_blocks(self) -> int:
-        """The layers, and the modules of multi-token prediction that run."""
-        return self.num_hidden_layers + self.mtp
-
-    def is_mtp(self, layer: int) -> bool:
-        """Whether a block is a module of multi-token prediction."""
-        return layer >= self.num_hidden_layers
-
-    def ends_with_norm(self, layer: int) -> bool:
+    def blocks_end_with_norm(self) -> bool:
         """Whether a norm follows a block's last linear layer: recomputation repeats that layer then."""
-        return self.norm_after or self.norm_around or self.is_mtp(layer)
-
-    def with_mtp(self, weight: float) -> "ModelConfig":
-        """This model with the file's modules of multi-token prediction; ConfigError without any."""
-        n, family = self.mtp_layers, self.model_type
-        if not n:
-            raise ConfigError(f"--mtp: {self.path}: its file names no modules; leave it out")
-        shared = family.startswith("qwen")  # several modules would have one first layer
-        apart = self.raw.get("mtp_use_dedicated_embeddings")
-        if family in MTP_NOT_IMPLEMENTED or (shared and (n > 1 or apart)):
-            why = f"{family}'s {n} modules are not implemented; leave it out"
-            raise ConfigError(f"--mtp: {self.path}: {why}")
-        windows = (*self.windows[: self.num_hidden_layers], *[None] * n)
-        return dataclasses.replace(self, mtp=n, mtp_weight=weight, windows=windows)
+        return self.norm_after or self.norm_around
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of an MLP."""
@@ -221,9 +195,7 @@ class ModelConfig:
 
     def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out, in) of a block's linear layers that every token passes, in their order."""
-        d = self.hidden_size
-        first = {"merge": (d, 2 * d)} if self.is_mtp(layer) else {}
-        return first | self.attention_shapes(layer) | self.mlp_shapes(layer)
+        return self.attention_shapes(layer) | self.mlp_shapes(layer)
 
     def expert_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(out, in) of the two matrices of one expert; none in a layer without experts."""

@@ -875,8 +875,6 @@ def _granite(keys: Keys) -> Fields:
 MTP_KEYS = "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers num_mtp_modules".split()
 MTP_FAMILIES = dict(deepseek_v3=1, kimi_k2=1, glm4_moe=1, hy_v3=0, minimax_m2=0, nemotron_h=0)
 MTP_FAMILIES |= dict(qwen3_next=1, qwen3_5_text=0, qwen3_5_moe_text=0)
-# Those whose modules are not implemented.
-MTP_NOT_IMPLEMENTED = "hy_v3", "minimax_m2", "nemotron_h"
 
 
 # Families that users ask for and that compute what is not implemented, with what that is.

@@ -33,7 +33,7 @@ ARCHITECTURES |= {
 }  # fmt: skip
 # Fields that may differ between the weights' config and the run's: they do not change the function.
 TRAINING_KEYS = """name path raw unknown_keys embedding_dropout residual_dropout attention_dropout
-    initializer_range pad_token_id mtp_layers mtp_weight""".split()
+    initializer_range pad_token_id mtp_layers""".split()
 # Tables that old checkpoints kept beside the weights.
 NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # A parameter's name to the files and tensors that make it up, or to the reader of a checkpoint's block.
@@ -113,14 +113,12 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
         return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
         other = load_config(directory, config.vocab_multiple)
-        other = other.with_mtp(config.mtp_weight) if config.mtp else other
         ours, theirs = vars(config), vars(other)
         differ = [key for key in ours if ours[key] != theirs[key] and key not in TRAINING_KEYS]
         if differ:
-            key = "mtp" if "mtp" in differ else differ[0]  # it changes windows too
-            name = MTP_KEYS[0] if key == "mtp" else key
+            key = differ[0]
             raise ConfigError(
-                f"{directory}/config.json: {name} is {theirs[key]}, but {config.path} "
+                f"{directory}/config.json: {key} is {theirs[key]}, but {config.path} "
                 f"says {ours[key]}; give the config that belongs to the weights"
             )
     index = _index(directory)
@@ -136,14 +134,8 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
                 raise ConfigError(f"{file}: {theirs} holds {kind}; quantised weights are not read")
             places[name].append(place)
             used.add(theirs)
-    embed = places["embed.weight"][0]
-    head = places.get("lm_head.weight", [embed])[0]
     if config.tie_word_embeddings and "lm_head.weight" in index:
-        why = "set tie_word_embeddings to false in it, and in the run's config"
-        _refuse_other(index, "lm_head.weight", embed, f"though config.json ties them; {why}")
-    for name in (name for name in index if config.mtp and _further(config, name, index)):
-        why = "though a module of multi-token prediction shares it here; leave out --mtp"
-        _refuse_other(index, name, embed if name.endswith("embed_tokens.weight") else head, why)
+        _refuse_other_head(index, places["embed.weight"][0])
     for theirs in index.keys() - used:
         tied = config.tie_word_embeddings and theirs == "lm_head.weight"
         if not tied and not theirs.endswith(NO_PARAMETERS) and not _further(config, theirs, index):
@@ -160,12 +152,10 @@ def _misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[in
 
 
 def _further(config: ModelConfig, name: str, index: dict[str, Path]) -> bool:
-    """Whether a tensor is of modules of multi-token prediction that do not run, or a copy in one."""
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    """Whether a tensor is of modules of multi-token prediction, which do not run."""
+    layer = name.removeprefix("model.layers.").partition(".")[0]
     after = layer.isdecimal() and int(layer) >= config.num_hidden_layers
     after &= f"model.layers.{layer}.eh_proj.weight" in index
-    if config.mtp:
-        return after and part in ("embed_tokens.weight", "shared_head.head.weight")
     return after or name.startswith("mtp.")
 
 
@@ -204,15 +194,18 @@ def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, places: P
     parameter[value.shape[0] :].zero_()
 
 
-def _refuse_other(index: dict[str, Path], name: str, shared: tuple[Path, str], why: str) -> None:
-    """ConfigError if the weights hold a tensor that is no copy of the one that the model has for it."""
-    values = []
-    for path, tensor in ((index[name], name), shared):
+def _refuse_other_head(index: dict[str, Path], embed: tuple[Path, str]) -> None:
+    """ConfigError if the weights of a tied model hold a head that is no copy of the embedding."""
+    values, name = [], "lm_head.weight"
+    for path, tensor in ((index[name], name), embed):
         _shape_and_dtype(path, tensor)
         with safe_open(path, framework="pt") as f:
             values.append(f.get_tensor(tensor))
     if not torch.equal(*values):
-        raise ConfigError(f"{index[name]}: {name} is not {shared[1]}, {why}")
+        raise ConfigError(
+            f"{index[name]}: {name} is not {embed[1]}, though config.json ties them; set "
+            "tie_word_embeddings to false in it, and in the run's config"
+        )
 
 
 def _index(directory: Path) -> dict[str, Path]:
@@ -275,6 +268,5 @@ def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     meta: dict[str, Any] = {"architectures": [ARCHITECTURES[config.model_type]], "dtype": dtype}
-    if not config.mtp:  # the file has no modules
-        meta |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}
+    meta |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}  # the file has no modules
     (directory / "config.json").write_text(json.dumps(config.raw | meta, indent=2) + "\n")

@@ -93,11 +93,6 @@ FAMILY_NAMES = {
     },
 }
 FAMILY_NAMES["olmo3"] = FAMILY_NAMES["olmo2"]
-# Of modules of multi-token prediction: DeepSeek's, and Qwen's, which lie outside of the layers.
-MTP_NAMES = {"embed_norm": "enorm", "hidden_norm": "hnorm", "merge": "eh_proj"}
-MTP_NAMES |= {"last_norm": "shared_head.norm"}
-QWEN_MTP = {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
-QWEN_MTP |= {"merge": "fc", "last_norm": "norm"}
 
 
 def hf_names(config: ModelConfig, name: str) -> list[str]:
@@ -110,13 +105,6 @@ def hf_names(config: ModelConfig, name: str) -> list[str]:
     _, layer, part = module.split(".", 2)
     base = "backbone" if family == "nemotron_h" else "model"
     prefix = f"transformer.h.{layer}" if gpt2 else f"{base}.layers.{layer}"
-    if (number := int(layer) - config.num_hidden_layers) >= 0:
-        qwen = family.startswith("qwen")
-        if part in MTP_NAMES:
-            return [
-                f"mtp.{QWEN_MTP[part]}.{kind}" if qwen else f"{prefix}.{MTP_NAMES[part]}.{kind}"
-            ]
-        prefix = f"mtp.layers.{number}" if qwen else prefix
     if part.startswith("mlp.experts."):
         return [f"{prefix}.{name}" for name in _expert_names(config, part.split(".")[-1], kind)]
     if (whole := theirs.get(f"{part}.{kind}")) is not None:

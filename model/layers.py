@@ -273,7 +273,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layout = layout
         self.n_heads = config.num_attention_heads // layout.tp
-        self.n_kv_heads = max(1, config.num_key_value_heads // layout.tp)
+        self.n_kv_heads = config.num_key_value_heads // layout.tp
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.scale = config.attention_scale

@@ -192,15 +192,15 @@ def own_part(config: ModelConfig, name: str, whole: Tensor, layout: Layout) -> T
         return whole
     kind, dim, _ = how
     mine = cuts(config, name, n, getattr(layout, f"{kind}_rank"))
-    return torch.cat([whole.narrow(dim, cut.begin, cut.length) for cut in mine], dim)
+    return torch.cat([whole.narrow(dim, cut.start, len(cut)) for cut in mine], dim)
 
 
 def joined(config: ModelConfig, name: str, parts: list[Tensor]) -> Tensor:
     """The inverse of `own_part`, of the parts of all ranks of its kind, in their order."""
     if (how := divided(config, name)) is None:
         return parts[0]
-    pieces = {}  # by their places; ranks may have the same
+    dim, by_rank = how[1], []
     for rank, part in enumerate(parts):
-        mine = cuts(config, name, len(parts), rank)
-        pieces |= zip(mine, part.split([cut.length for cut in mine], how[1]), strict=True)
-    return torch.cat([pieces[cut] for cut in sorted(pieces)], how[1])
+        sizes = [len(cut) for cut in cuts(config, name, len(parts), rank)]
+        by_rank.append(part.split(sizes, dim))
+    return torch.cat([piece for segment in zip(*by_rank, strict=True) for piece in segment], dim)

@@ -132,8 +132,7 @@ def in_few_passes(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, labels, vocab_size, dtype, rows, ranks, chunk_fn, times, want_grad, learns,
-        passes,
+        ctx, hidden, weight, labels, vocab_size, dtype, rows, ranks, chunk_fn, times, want_grad, learns
     ):  # fmt: skip
         low_h = hidden.to(dtype)
         low_w = aligned_weight(weight, dtype) if weight.is_cuda else weight.to(dtype)
@@ -157,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         if grad_weight is not None:
             grad_weight = grad_weight[: weight.shape[0]]
-        ctx.grads, ctx.n, ctx.passes = (grad_hidden, grad_weight), n / ranks, passes
+        ctx.grads, ctx.n = (grad_hidden, grad_weight), n / ranks
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.cat(losses).mean()
 
@@ -166,10 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("the chunked loss can be differentiated only once")
         (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # freed as early as can be
-        scale, none = grad_outputs[0] / ctx.n, [None] * 10
-        if ctx.passes == 2 and grad_hidden is not None:  # the weight's pass is still to come
-            ctx.grads = None, grad_weight
-            return _scaled(grad_hidden, scale, ctx.dtypes[0]), None, *none
+        scale, none = grad_outputs[0] / ctx.n, [None] * 9
         if grad_hidden is not None:
             grad_hidden = _scaled(grad_hidden, scale, ctx.dtypes[0])
         if grad_weight is not None:
@@ -244,7 +240,6 @@ class LinearCrossEntropy(nn.Module):
         self.times: Times = plain_times
         # Ranks that have some rows of the weight each, and the same hidden states; most rows of one.
         self.ranks, self.width = 1, 0
-        self.passes = 1  # 2: one of backward for the hidden states, then one for the weight
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(N, d) hidden states, (V, d) weight and (N,) int64 labels to a scalar in fp32.
@@ -263,5 +258,5 @@ class LinearCrossEntropy(nn.Module):
             return _LinearCrossEntropy.apply(
                 hidden, weight, labels, self.vocab_size, dtype, rows, self.ranks,
                 functools.partial(self.chunk_fn, masks=True) if self.masks else self.chunk_fn,
-                self.times, want_grad, learns, self.passes,
+                self.times, want_grad, learns,
             )  # fmt: skip

@@ -1,42 +1,19 @@
 """How ranks that share a batch divide the parameters of a model. Needs no torch."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from llm_train_bench.model.config import ModelConfig
 
 
-class Cut(NamedTuple):
-    """A rank's part of a segment of a parameter, along the dimension that a layout divides."""
-
-    begin: int
-    """Its place in the whole parameter."""
-    length: int
-    copies: int
-    """Neighbouring ranks that have the same part."""
-
-
-def cuts(config: ModelConfig, name: str, ranks: int, rank: int) -> list[Cut]:
-    """A rank's part of each segment of a divided parameter.
-
-    Parts are as equal as can be. Where there are more ranks than key/value heads, several have the same
-    head.
-    """
+def cuts(config: ModelConfig, name: str, ranks: int, rank: int) -> list[range]:
+    """A rank's part of each segment of a divided parameter: places along the dimension that is cut."""
     how, begin, found = divided(config, name), 0, []
     assert how is not None
-    for i, size in enumerate(how[2]):
-        module = name.split(".")[-2]  # queries and gates have more heads
-        few = module == "k_norm" or (module == "qkv" and i in (1, 2))
-        copies = copies_of_heads(config, ranks) if few else 1
-        first, last = part_of(size, ranks // copies, rank // copies)
-        found.append(Cut(begin + first, last - first, copies))
+    for size in how[2]:
+        first, last = part_of(size, ranks, rank)
+        found.append(range(begin + first, begin + last))
         begin += size
     return found
-
-
-def copies_of_heads(config: ModelConfig, tp: int) -> int:
-    """How many tp ranks have the same key/value head."""
-    return max(1, tp // config.num_key_value_heads)
 
 
 def part_of(size: int, parts: int, part: int) -> tuple[int, int]:
@@ -132,7 +109,7 @@ def part_shape(
     if how is None or ranks[how[0]] == 1:
         return tuple(whole)
     kind, dim, _ = how
-    rows = sum(cut.length for cut in cuts(config, name, ranks[kind], 0))
+    rows = sum(map(len, cuts(config, name, ranks[kind], 0)))
     return (*whole[:dim], rows, *whole[dim + 1 :])
 
 

@@ -31,7 +31,7 @@ from llm_train_bench.model.layers import (
     rope_tables,
 )
 from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
-from llm_train_bench.model.loss import MASKED, LinearCrossEntropy, parted_loss
+from llm_train_bench.model.loss import LinearCrossEntropy, parted_loss
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.recurrent import RecurrentMixer
 from llm_train_bench.model.shares import part_of
@@ -104,22 +104,6 @@ class Block(nn.Module):
         return x if self.scale == 1 else x * self.scale
 
 
-class MtpBlock(Block):
-    """A module of multi-token prediction (DeepSeek-V3, section 2.2): a block after a merge."""
-
-    def __init__(self, config: ModelConfig, layer: int, balanced: bool, layout: Layout):
-        super().__init__(config, layer, balanced, layout)
-        self.embed_norm, self.hidden_norm, self.last_norm = (norm_of(config) for _ in range(3))
-        self.merge = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: Tensor, rope: Rope | None, mask: Mask, embedded: Tensor
-    ) -> Tensor:
-        """(B, T, d) normed hidden states, and embeddings of the tokens after these, to the next ones."""
-        both = torch.cat((self.embed_norm(embedded), self.hidden_norm(x)), dim=-1)
-        return self.last_norm(super().forward(self.merge(both), rope, mask))
-
-
 def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
     """A norm over the residual stream."""
     norm = (RMSNorm if config.rms_norm else LayerNorm)(config.hidden_size, config.norm_eps)
@@ -167,10 +151,7 @@ class Transformer(HasWeights):
         self.register_module("embed", Embedding(len(self.rows), d, pad) if embeds else None)
         self.positions = Embedding(config.max_position_embeddings, d) if learned else None
         # By the number of the layer, which is part of its parameters' names.
-        ahead = range(len(whole), config.num_blocks) if self.last else ()
-        kinds = dict.fromkeys(layers, Block) | dict.fromkeys(ahead, MtpBlock)
-        blocks = {str(i): kind(config, i, balanced, layout) for i, kind in kinds.items()}
-        self.blocks = nn.ModuleDict(blocks)
+        self.blocks = nn.ModuleDict({str(i): Block(config, i, balanced, layout) for i in layers})
         self.register_module("norm", norm_of(config) if self.last else None)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
@@ -195,8 +176,7 @@ class Transformer(HasWeights):
         """(B, T) int64 token ids and labels to the mean loss; without labels to logits.
 
         Labels below 0 are masked: their loss is 0. Positions begin anew with each of the `documents`,
-        and attention does not leave them. Multi-token prediction adds its gradient alone: the loss is of
-        the next token.
+        and attention does not leave them.
 
         In a layout of several ranks the loss and the logits are of this rank's own tokens (B, t). A stage
         after the first takes the residual stream (B, t, d); one before the last returns it.
@@ -214,8 +194,7 @@ class Transformer(HasWeights):
         recurrent = None
         if documents is not None and self.config.recurrent:
             recurrent = Seen(starts=documents.starts.to(x.device, non_blocking=True))
-        layers = [*self.blocks.items()]
-        for layer, block in layers[: len(layers) - self.config.mtp]:
+        for layer, block in self.blocks.items():
             window = self.config.windows[int(layer)]
             if int(layer) in self.config.recurrent.layers:
                 x = block(x, rope, recurrent)
@@ -228,32 +207,18 @@ class Transformer(HasWeights):
         x = self.norm(x)
         if labels is None:
             return F.linear(self.scaled(x), self.head_weight)[..., : self.config.vocab_size]
-        self.loss.masks = documents is not None or self.config.mtp > 0
-        loss = self.loss_of(x, labels, places)
-        further, ahead = [], labels
-        for _, block in layers[len(layers) - self.config.mtp :]:
-            if None not in masks:
-                masks[None] = self.mask_for(T, None, places, documents, x.device)
-            # Where there is no label, any token of the sample.
-            embedded = self.embed_tokens(torch.where(ahead < 0, tokens, ahead), places, inside)
-            x = block(x, rope, masks[None], embedded)
-            ahead = F.pad(ahead[:, 1:], (0, 1), value=MASKED).masked_fill(labels < 0, MASKED)
-            further.append(self.loss_of(x, ahead, places))
-        if not further:
-            return loss
-        mean = self.config.mtp_weight * torch.stack(further).mean()
-        return loss + (mean - mean.detach())
+        self.loss.masks = documents is not None
+        return self.loss_of(x, labels, places.gathered)
 
     def scaled(self, x: Tensor) -> Tensor:
         """What the head sees of the last hidden states."""
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
-    def loss_of(self, x: Tensor, labels: Tensor, places: Places) -> Tensor:
-        """The mean loss of last hidden states (B, t, d), of the (B, T) labels those of these places.
+    def loss_of(self, x: Tensor, labels: Tensor, where: Tensor | None) -> Tensor:
+        """The mean loss of last hidden states (B, t, d), of the (B, T) labels those at `where`.
 
         Ranks that share heads have the loss of all their tokens.
         """
-        where = places.gathered
         labels = labels if where is None else labels[:, where]
         x = self.layout.gather(self.scaled(x))
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())

@@ -90,10 +90,6 @@ TOKENS = {
 }
 # What may run beside an exchange, and when it begins and ends.
 EVENTS = (*TOKENS, "wait_tensor", "mm", "addmm", "_grouped_mm")
-# Methods of a layout that wait for the numbers of experts' rows.
-ASKED = ("rows_to_send", "capacity_needed")
-# What makes the host wait for a GPU: values that are read, copied there, or counted.
-WAITS = ("_local_scalar_dense", "lift_fresh", "nonzero")
 
 
 class Job(NamedTuple):
@@ -130,7 +126,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self, keeps: bool):
         super().__init__()
         self.keeps = keeps  # gradients
-        self.bytes, self.calls, self.asked, self.events = Counter(), Counter(), Counter(), []
+        self.bytes, self.calls, self.waits, self.events = Counter(), Counter(), 0, []
         self.held, self.kernels = {}, 0
         self.most_held, self.looking = 0, True
         self.model, self.gradients = None, {}
@@ -164,15 +160,15 @@ class Traffic(TorchDispatchMode):
 
         return called
 
-    def counted(self, owner, name: str):
-        """A patch under which calls of a method are counted."""
-        method = getattr(owner, name)
+    def counting_waits(self):
+        """A patch under which a layout's waits for the numbers of experts' rows are counted."""
+        rows_to_send = RankLayout.rows_to_send
 
         def called(*args):
-            self.asked[name] += 1
-            return method(*args)
+            self.waits += 1
+            return rows_to_send(*args)
 
-        return mock.patch.object(owner, name, called)
+        return mock.patch.object(RankLayout, "rows_to_send", called)
 
     def at_step(self, model, optimizer) -> None:
         """Keep the first step's gradients; of a resumed run what was loaded."""
@@ -203,8 +199,6 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func._schema.name.split("::")
-        if name in WAITS:
-            self.calls["waits"] += 1
         if name in EVENTS and len(self.events) < 5000:
             back = torch._C._current_graph_task_id() != -1
             self.events.append(f"{'backward ' * back}{name}")
@@ -281,7 +275,6 @@ MUTANTS = {
         Gradients, "partial", property(lambda self: [], lambda self, value: None)),
     "a tied head's gradients stay apart": (
         RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)),
-    "rows that do not fit are lost": (RankLayout, "capacity_needed", lambda self: (False, 1.0)),
     "scales are of a rank's part": (
         RankLayout, "highest", lambda self, numbers, *kinds, whole=RankLayout.highest: (
             numbers if kinds else whole(self, numbers))),
@@ -428,7 +421,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 stack.enter_context(watched("dropout", generator_digest, states))
                 stack.enter_context(traffic)
             for patch in (
-                *(traffic.counted(RankLayout, name) for name in ASKED),
+                traffic.counting_waits(),
                 groups_of_all_jobs(made),
                 *(mock.patch.object(m, "build_optimizer", traffic.built) for m in OPTIMIZERS),
                 mock.patch("llm_train_bench.model.init.fill_normal", traffic.fill_normal),
@@ -463,7 +456,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
             "idle": gather(ranks, traffic.calls["exchanges that brought nothing"]),
             "calls": traffic.calls,
             "events": traffic.events,
-            "waits": [*(traffic.asked[name] for name in ASKED), traffic.calls["waits"]],
+            "waits": traffic.waits,
             "built": traffic.most_held,
         }
         if ranks.main:

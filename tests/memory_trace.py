@@ -69,7 +69,6 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
         apply_recompute(model, work.recompute)
         apply_offload(model, work.offload, CPU, _Elsewhere())
         if even:
-            even.padded = bool(work.fsdp.ep_capacity)
             apply_fsdp(model, even.connect(CPU, 60.0), work)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),

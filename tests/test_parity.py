@@ -162,6 +162,28 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
     refuse(ours_config, "has shape")
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "tensor"),
+    [
+        ("glm4_moe", "num_nextn_predict_layers", "model.layers.{last}.eh_proj.weight"),
+        ("qwen3_next", "mtp_num_hidden_layers", "mtp.fc.weight"),
+    ],
+)
+def test_modules_of_multi_token_prediction_are_left_out(family, key, tensor, tmp_path):
+    """Their tensors have no place, an export has none and says so, and a remark tells."""
+    shape = config(family, **{key: 1})
+    save_pretrained(built(shape), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())[key] == 0
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = tensor.format(last=shape.num_hidden_layers)
+    save_file(tensors | {name: torch.zeros(1)}, tmp_path / "model.safetensors")
+    check_pretrained(shape, tmp_path)
+    plan = plan_of(["x.json", "--device", "cpu"], platform="cpu", config=shape)
+    assert "modules of multi-token prediction: 1 left out" in [
+        *_notes(plan.work, plan.schedule, False, CPU)
+    ]
+
+
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe", "gpt_oss"])
 def test_balance_loss_is_that_of_transformers_layer_by_layer(family, tmp_path):
     """Its function on each layer alone, divided by the experts of a token, and summed."""

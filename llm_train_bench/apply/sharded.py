@@ -49,8 +49,6 @@ class Box(NamedTuple):
     """Place in this rank's numbers."""
     offsets: tuple[int, ...]
     """Place in the whole parameter."""
-    copies: int
-    """tp ranks that have the same."""
 
 
 def boxes(config: ModelConfig, layout: Any, name: str, tensor: Tensor) -> list[Box]:
@@ -58,18 +56,18 @@ def boxes(config: ModelConfig, layout: Any, name: str, tensor: Tensor) -> list[B
     local, offsets, _, _, _ = place(tensor)
     every = [slice(None)] * local.ndim
     if (how := divided(config, name)) is None:
-        return [Box(tuple(every), tuple(offsets), 1)]
+        return [Box(tuple(every), tuple(offsets))]
     kind, dim, _ = how
     found, begin = [], 0
     for cut in cuts(config, name, getattr(layout, kind), getattr(layout, f"{kind}_rank")):
         first = max(offsets[dim], begin)
-        last = min(offsets[dim] + local.shape[dim], begin + cut.length)
+        last = min(offsets[dim] + local.shape[dim], begin + len(cut))
         if first < last:
             at, where = [*every], [*offsets]
             at[dim] = slice(first - offsets[dim], last - offsets[dim])
-            where[dim] = cut.begin + first - begin
-            found.append(Box(tuple(at), tuple(where), cut.copies))
-        begin += cut.length
+            where[dim] = cut.start + first - begin
+            found.append(Box(tuple(at), tuple(where)))
+        begin += len(cut)
     return found
 
 

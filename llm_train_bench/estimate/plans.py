@@ -52,8 +52,8 @@ LOSSES += ("beside communication", "slowest node")
 Make = Callable[[dict[str, Any], Script, int], Work]
 # What --plan chooses itself.
 CHOSEN = """
-bsz grad_acc_steps tp cp ep pp pp_virtual pp_schedule dp_replicate sac_freq sac_policy use_fp8 pt_compile
-compile_mode ddp_mode zero1
+bsz grad_acc_steps tp cp ep pp pp_virtual dp_replicate sac_freq sac_policy use_fp8 pt_compile
+compile_mode zero1
 """.split()
 
 

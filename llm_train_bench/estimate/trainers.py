@@ -55,7 +55,6 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
         "--bf16-weights": args.bf16_weights,
         "--fp8-all-gather": args.fp8_all_gather,
         "--fp8-emulate": args.fp8_emulate,
-        "--mtp with --lora-rank": args.mtp is not None and args.lora_rank,
         "--amp off": args.amp == "off" and trainer.weights != "fp32",
     }.items():
         if given:

@@ -18,7 +18,7 @@ from llm_train_bench.formulas.scales import reductions, shared_dimensions
 from llm_train_bench.formulas.work import OUR_TRAINER, Fsdp, Work, alike
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
-from llm_train_bench.model.shares import cuts, divided, is_matrix, part_shape, sharded_dimension
+from llm_train_bench.model.shares import divided, is_matrix, part_shape, sharded_dimension
 
 
 class Part(NamedTuple):
@@ -78,18 +78,13 @@ def padded_size(work: Work, part: Part) -> int:
 
 
 def muon_numbers(shapes: Shapes, work: Work, pp_rank: int) -> float:
-    """Numbers of matrices that Muon has of a rank, in the mean; copies on tp ranks count."""
+    """Numbers of matrices that Muon has of a rank, in the mean; each tp rank's copy counts."""
     fsdp, numbers = work.fsdp, 0.0
     layers = set(work.layers_of(pp_rank))
     for name, shape in shapes.items():
         if not is_matrix(name, len(shape)) or int(name.split(".")[1]) not in layers:
             continue
-        if (how := divided(work.config, name)) is None:
-            copies: float = fsdp.tp
-        else:
-            ranks = getattr(fsdp, how[0])
-            parts = (c for r in range(ranks) for c in cuts(work.config, name, ranks, r))
-            copies = sum(cut.length for cut in parts) / sum(how[2])
+        copies = fsdp.tp if divided(work.config, name) is None else 1
         numbers += copies * math.prod(shape) / fsdp.shards
     return numbers
 
@@ -105,13 +100,6 @@ def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int
     reduced = size * work.fsdp.reduce_bytes * (work.trains and learns)
     replicated = reduced // part.mesh * (work.fsdp.replicas > 1)
     return (size * width, reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
-
-
-def bucket_bytes(work: Work, size: float) -> float:
-    """Bytes that DDP reduces at a time, of gradients that are `size` in all."""
-    if work.ddp.mode == "parameter":
-        return size / len(matrices(parameter_shapes(work.config)))
-    return size if work.ddp.mode == "flat" else min(size, work.ddp.bucket_cap_mb * 2**20)
 
 
 def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
@@ -133,15 +121,9 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
         moved["all_gather"] += micro_steps * gathers * gathered
         moved["reduce_scatter"] += reductions * reduced
         moved["all_reduce"] += reductions * replicated
-        if (how := divided(config, part.name)) is None and fsdp.tp > 1:
+        if fsdp.tp > 1 and divided(config, part.name) is None:
             rows, *rest = part.shape
             partial += min(-(-rows // part.mesh), rows) * math.prod(rest)
-        elif how is not None and how[0] == "tp" and fsdp.same_heads > 1:
-            begin, end = 0, -(-part.shape[0] // part.mesh)  # rows of the first rank
-            for cut in cuts(config, part.name, fsdp.tp, 0):
-                same = min(end, begin + cut.length) - begin if cut.copies > 1 else 0
-                partial += max(0, same) * math.prod(part.shape[1:])
-                begin += cut.length
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
         moved["all_reduce"] += 4 * partial
         if config.experts and config.experts.correction_rate:
@@ -160,7 +142,7 @@ def rank_parameters(
 ) -> Iterator[Part]:
     """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
     last = config.num_hidden_layers - 1
-    layers = set(fsdp.layers_of(config.num_blocks, pp_rank))
+    layers = set(fsdp.layers_of(config.num_hidden_layers, pp_rank))
     roots = {"embed", "positions"} if 0 in layers else set()
     if last in layers:
         roots |= {"norm", "lm_head"} | ({"embed"} if config.tie_word_embeddings else set())
@@ -173,9 +155,7 @@ def rank_parameters(
         mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
         part = part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep})
         rows = part[sharded_dimension(part, mesh)]
-        twice = fsdp.zero_bubble and kind == "embed" and config.tie_word_embeddings
-        for _ in range(1 + twice):  # a V has both ends on one group
-            yield Part(name, layer, part, mesh, -(-rows // mesh) * mesh * math.prod(part) // rows)
+        yield Part(name, layer, part, mesh, -(-rows // mesh) * mesh * math.prod(part) // rows)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -194,14 +174,13 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
     if fsdp.pp == 1:
         return 0
     stages = fsdp.stages_of(pp_rank)
-    here = {*stages, -1, fsdp.stages}
-    times = sum(s + 1 not in here for s in stages)
-    times += work.trains * sum(s - 1 not in here for s in stages)
+    times = len(stages) - (fsdp.stages - 1 in stages)
+    times += work.trains * (len(stages) - (0 in stages))
     sent = (
         times * batch.grad_acc_steps * work.own_tokens * work.config.hidden_size * work.matmul_bytes
     )
-    apart = pp_rank in (0, fsdp.pp - 1) and not fsdp.zero_bubble
-    if work.config.tie_word_embeddings and work.pass_type == "step" and apart:
+    at_end = pp_rank in (0, fsdp.pp - 1)
+    if work.config.tie_word_embeddings and work.pass_type == "step" and at_end:
         rows, width = shapes["embed.weight"]
         part = math.ceil(rows / fsdp.tp)
         sent += 4 * math.ceil(part / (fsdp.shards // fsdp.tp)) * width
@@ -229,16 +208,15 @@ def end_moves(work: Work, layers: Collection[int]) -> Iterator[TokenMoves]:
     Embeddings are added up for own tokens, and the last hidden states gathered. In the loss a maximum and
     two sums of each token pass, in fp32.
     """
-    fsdp, config, back, heads = work.fsdp, work.config, int(work.trains), 1 + work.config.mtp
-    last = config.num_hidden_layers - 1 in layers
-    embeds = (0 in layers) + config.mtp * last
+    fsdp, config, back = work.fsdp, work.config, int(work.trains)
+    first, last = 0 in layers, config.num_hidden_layers - 1 in layers
     if fsdp.tp == 1:
         return
     size = work.gathered_tokens * config.hidden_size * work.matmul_bytes
     move = functools.partial(TokenMoves, "tp", ranks=fsdp.tp, apart=1)
-    yield move("all_gather", last * heads + embeds * back, size)
-    yield move("reduce_scatter", embeds + last * heads * back, size)
-    yield move("all_reduce", last * heads, 12 * work.gathered_tokens)
+    yield move("all_gather", last + first * back, size)
+    yield move("reduce_scatter", first + last * back, size)
+    yield move("all_reduce", int(last), 12 * work.gathered_tokens)
 
 
 def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
@@ -279,7 +257,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         if mixes and config.whole_qk_norm:  # mean squares of queries and keys, in fp32
             yield move("all_reduce", passes, 8 * work.gathered_tokens)
         # A recomputation stops before the last reduction, unless a norm or experts come after it.
-        last = config.ends_with_norm(layer)
+        last = config.blocks_end_with_norm
         repeated = (mixes and (last or layer not in config.mixer_alone)) + (
             follows and (last or experts.shared_size > 0)
         )
@@ -313,26 +291,24 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         yield move(2 * passes, round(sent * (experts.latent or config.hidden_size) * w))
         # Choices of experts and their weights.
         yield move(passes, round(sent * 2 * experts.per_token * 4))
-        if not (work.balanced or fsdp.ep_capacity):  # or it is always the same
+        if not work.balanced:  # or it is always the same
             yield move(1 + again * work.compiled, 16 * fsdp.ep)
     if experts.aux_loss and work.trains:
         yield TokenMoves("ep", "all_reduce", 1 + repeats, 4 * experts.number, fsdp.ranks, 1)
 
 
 def tokens_sent(work: Work) -> float:
-    """To how many ep ranks a token goes, in the mean; with `ep_capacity`, for how many there is room.
+    """To how many ep ranks a token goes, in the mean.
 
     Of a token's k experts those of one rank get it once. Balanced ones are k neighbours of all, dealt out
     in turn; learned ones are thought to be chosen alike.
     """
-    e, ep, tokens = work.config.experts, work.fsdp.ep, work.own_tokens
+    e, ep = work.config.experts, work.fsdp.ep
     k, each = e.per_token, e.number // ep
     if work.trainer is not OUR_TRAINER:
         return k
-    if work.fsdp.ep_capacity:
-        return ep * work.fsdp.expert_room(tokens, k, e.number)[0] / tokens
     if not work.balanced:
-        return ep * work.fsdp.share_sent(k, e.number)
+        return ep * (1 - math.comb(e.number - each, k) / math.comb(e.number, k))
     firsts = range(0, math.lcm(e.number, k), k)
     places = [len({(first + j) % e.number // each for j in range(k)}) for first in firsts]
     return sum(places) / len(places)

@@ -7,8 +7,7 @@ training takes three forwards. Two conventions for attention, both always report
 - `causal`: the masked half is not counted, 6 N + 6 L d T.
 
 N counts the parameters that multiply: the linear layers and the head (also where it is tied to the
-embedding), but not the embedding look-up, norms or biases; modules of multi-token prediction (--mtp)
-count like layers, each with a head (DeepSeek-V3, section 2.2). d is heads x head_dim. A layer with a
+embedding), but not the embedding look-up, norms or biases. d is heads x head_dim. A layer with a
 window W < T counts W keys a query (palm), or W - W^2 / 2T (causal). Of packed documents each has a T
 of its own.
 
@@ -180,7 +179,7 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
             shapes = config.block_shapes(i)
             last = ["out" if i in config.mixer_alone else "down"]
             last += [] if config.experts.shared_gate else ["latent_up"]
-            for kind in last if stops_early and not config.ends_with_norm(i) else ():
+            for kind in last if stops_early and not config.blocks_end_with_norm else ():
                 shapes.pop(kind, None)
             total += 2 * sum(n * k for n, k in shapes.values())
             sent = config.experts.per_token if config.has_experts(i) else 0

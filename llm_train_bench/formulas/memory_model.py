@@ -95,7 +95,7 @@ def estimate_memory(
     lasting = parameters + optimizer
     several = work.batch.grad_acc_steps > 1
     whole_weights = bool(fsdp) and work.trainer.zero < 3
-    lasting += gradients if several or work.ddp.buckets or whole_weights else 0.0
+    lasting += gradients if several or work.ddp or whole_weights else 0.0
     if several and train and fsdp.reduce_last:  # whole gradients take the place of shards
         whole = (fsdp.reduce_bytes if sizes.width == 2 else 4) * (sizes.root + sizes.blocks_here)
         lasting += whole - gradients
@@ -122,10 +122,8 @@ def estimate_memory(
     reduced *= learns
     in_backward = lasting + gathered + kept + sizes.copies
     in_backward += (sizes.vocabulary * width if fsdp else head_gradient) * learns
-    if work.config.mtp:  # the embedding's gradient begins with the last module's
-        in_backward += sizes.vocabulary * (width if fsdp else 4)
     in_backward += _in_backward(work, work.layers, reduced, fused_norm)
-    if work.offload and not (several or work.ddp.buckets or whole_weights):
+    if work.offload and not (several or work.ddp or whole_weights):
         in_backward += gradients  # elsewhere they grow while what is kept shrinks
     at_end = parameters + optimizer + gradients
     if fsdp:
@@ -138,8 +136,6 @@ def estimate_memory(
             in_backward += fsdp.reduce_bytes * sizes.held
     else:
         at_end += 4 * sizes.vocabulary * learns  # the embedding's gradient before it is added
-    if work.ddp.mode == "flat":
-        at_end = max(at_end, parameters + optimizer + 2 * gradients)
     if work.pass_type == "step" and work.optimizer == "muon":
         # Momenta, and what is sent, comes and is whole, in bf16.
         copies = (4 + 4 * 2) * sizes.held
@@ -154,8 +150,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     """The same of a rank in a pipeline, whose stages stay gathered, and their gradients whole.
 
     Before its first backward a group has the activations of several micro batches: 1F1B has p - s of
-    them, Interleaved1F1B as many stages of them as its warm-up takes (Narayanan et al. 2021, 2.2), and
-    ZBV p on every group (Qi et al. 2024, section 6).
+    them, Interleaved1F1B as many stages of them as its warm-up takes (Narayanan et al. 2021, 2.2).
     """
     fsdp, batch, config, w = work.fsdp, work.batch, work.config, work.matmul_bytes
     layers, sizes = work.layers_of(pp_rank), _Sizes(work, pp_rank)
@@ -169,8 +164,6 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     boundaries *= ours
     if fsdp.virtual == 1:
         flying = min(batch.grad_acc_steps, fsdp.pp - pp_rank)
-    elif fsdp.zero_bubble:
-        flying = min(batch.grad_acc_steps, fsdp.pp)
     else:
         warm_up = (fsdp.virtual - 1) * fsdp.pp + 2 * (fsdp.pp - 1 - pp_rank) + 1
         flying = min(fsdp.virtual * batch.grad_acc_steps, warm_up) / fsdp.virtual
@@ -215,7 +208,7 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
         base = sizes.whole if work.fsdp and trainer.zero < 3 else sizes.held
         gradients = 4.0 * learnt * work.trains
         return lora.base_bytes * base + 4 * learnt, gradients, state * learnt * share
-    gradients = work.gradient_bytes * sizes.held if work.trains or ddp.buckets else 0.0
+    gradients = work.gradient_bytes * sizes.held if work.trains or ddp else 0.0
     if ddp and trainer.zero == 2:
         gradients /= work.world
     if work.fsdp and trainer.zero < 3:
@@ -280,7 +273,7 @@ class _Sizes:
         kept = fsdp and work.trainer.zero < 3  # weights, as they are computed with
         if not kept and (fsdp.shards > 1 or fsdp.divided):
             self.root_gathered = self.width * self.root
-            ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
+            ahead = 2 * self.block if fsdp.reshard else self.blocks_here
             width = 1 if work.fp8.all_gather else self.width
             self.gathered_blocks = width * ahead
         elif not kept and work.amp != "off" and work.weight_bytes == work.lora.base_bytes == 4:
@@ -336,7 +329,7 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     else:
         # When the sum is made, only the gradient of the logits is left.
         logits = max(logits, w * chunk + summed + (2 * sizes.vocabulary if w == 2 else 0)) - summed
-    return logits + copy, (1 + work.config.mtp) * (summed + hidden)
+    return logits + copy, summed + hidden
 
 
 def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
@@ -348,9 +341,8 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     """
     config, w, d = work.config, work.matmul_bytes, work.config.hidden_size
     parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
-    mtp = config.is_mtp(layer)
-    norms = parts * (1 + config.norm_around) + 3 * mtp
-    numbers = (norms + 2 * mtp) * d * work.own_tokens  # the inputs of norms, and of a merge
+    norms = parts * (1 + config.norm_around)
+    numbers = norms * d * work.own_tokens
     extra = 4 * norms * (1 if config.rms_norm else 2) * work.own_tokens
     if config.rms_norm and not fused_norm and not work.compiled:
         extra += norms * d * (8 - w) * work.own_tokens  # input and product in fp32
@@ -555,7 +547,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             again = work.matmul_bytes * _cheap(work, layer)
             total += times * (block_activations(work, fused_norm, layer) - again)
         elif work.recompute.policy == "block":
-            total += times * w * work.own_tokens * d * (1 + config.is_mtp(layer))
+            total += times * w * work.own_tokens * d
         else:
             tp = work.fsdp.tp
             a, kv = config.query_size / tp, work.kv_size

@@ -14,7 +14,6 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
     attention = ("qkv", "q", "q_down", "q_up", "kv_down", "kv_up", "project", "out")
     wide = "gate_up" if config.experts.gated else "up"
     return {kind: f"attn.{kind}" for kind in attention} | {
-        "merge": "merge",
         "up": "mlp.gate_up" if config.gated_mlp else "mlp.up",
         "down": "mlp.down",
         "router": "mlp.router",
@@ -35,7 +34,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (rows, d)}
     if config.learned_positions:
         shapes["positions.weight"] = (config.max_position_embeddings, d)
-    for i in range(config.num_blocks):
+    for i in range(config.num_hidden_layers):
         block: dict[str, tuple[int, ...]] = {}
         absent = {"attn": config.mlp_alone, "mlp": config.mixer_alone}
         for part in ("attn", "mlp"):
@@ -44,10 +43,6 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             for name in ("norm", "after") if config.norm_around else ("norm",):
                 block |= {f"{part}_{name}.{kind}": shape for kind, shape in norm.items()}
             block |= (_attention_parameters if part == "attn" else _mlp_parameters)(config, i)
-        if config.is_mtp(i):
-            for name in ("embed_norm", "hidden_norm", "last_norm"):
-                block |= {f"{name}.{kind}": shape for kind, shape in norm.items()}
-            block["merge.weight"] = config.block_shapes(i)["merge"]
         shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
     shapes |= {f"norm.{kind}": shape for kind, shape in norm.items()}
     if not config.tie_word_embeddings:
@@ -129,10 +124,10 @@ def count_active_parameters(config: ModelConfig) -> int:
 def linear_parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters that multiply a token, by kind of layer: its own experts', and no padding rows."""
     parameters: Counter[str] = Counter()
-    for i in range(config.num_blocks):
+    for i in range(config.num_hidden_layers):
         for name, (n, k) in config.block_shapes(i).items():
             parameters[name] += n * k
         for name, (n, k) in config.expert_shapes(i).items():
             parameters[name] += config.experts.per_token * n * k
-    parameters["head"] = (1 + config.mtp) * config.vocab_size * config.hidden_size
+    parameters["head"] = config.vocab_size * config.hidden_size
     return parameters

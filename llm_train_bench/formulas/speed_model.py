@@ -18,7 +18,6 @@ from typing import NamedTuple
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.collectives import (
     adapter_shapes,
-    bucket_bytes,
     collective_time,
     ddp_bytes,
     muon_numbers,
@@ -91,7 +90,6 @@ def least_time(work: Work, gpu: Hardware) -> float:
     fsdp = work.fsdp
     piece, _ = group_pieces(work, gpu, fsdp.group_of(fsdp.stages - 1))
     bubble = (fsdp.pp - 1) / fsdp.virtual * (piece.computing - piece.head)
-    bubble *= fsdp.pp > 1 and not fsdp.zero_bubble
     computing = work.batch.grad_acc_steps * piece.computing + bubble
     return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
 
@@ -184,7 +182,7 @@ def surroundings(work: Work, gpu: Hardware) -> Around:
     size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
     if not size:
         return Around()
-    bucket, numbers = bucket_bytes(work, size), work.block_parameters
+    bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), work.block_parameters
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
     filled = {layer: size / bucket * numbers[layer] / whole for layer in work.layers}
     seconds = collective_time("all_reduce", bucket, work.world, gpu.per_node, gpu)
@@ -289,8 +287,7 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     eager = 26 if work.matmul_bytes == 2 else 32  # bytes a logit of the loss and its gradient
     loss = work.own_tokens * rows * (8 if work.compiled else eager)
     passes = PASS_FORWARDS[work.pass_type] - bool(work.lora and work.trains)
-    heads = 1 + work.config.mtp
-    return heads * passes * one, heads * loss / gpu.memory_rate
+    return passes * one, loss / gpu.memory_rate
 
 
 def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float]:
@@ -353,7 +350,7 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
 
 
 # Linear layers that every tp rank has whole, for its own tokens.
-OF_OWN_TOKENS = ("merge", "router", "latent_down", "latent_up", "shared_gate", "q_down", "kv_down")
+OF_OWN_TOKENS = ("router", "latent_down", "latent_up", "shared_gate", "q_down", "kv_down")
 # Rows of an expert that a kernel of a grouped matmul takes at a time.
 GROUPED_ROWS = 128
 
@@ -417,8 +414,7 @@ def block_bytes(work: Work, layer: int) -> float:
     a, kv = config.query_size / tp, work.kv_size
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
     parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
-    parts = parts * (1 + config.norm_around) + 3 * config.is_mtp(layer)
-    norms = parts * (4 * d if work.compiled else 2 * d + 3 * d)
+    norms = parts * (1 + config.norm_around) * (4 * d if work.compiled else 2 * d + 3 * d)
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
     gated = 3 if work.compiled else 5
     heads = 0 if config.learned_positions or layer in config.no_rope_layers else rope * (a + kv)

@@ -8,7 +8,7 @@ one more is that of the last ones laid out.
 
 import dataclasses
 import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 
 from llm_train_bench.formulas.work import Work
@@ -85,7 +85,7 @@ def lay_out(work: Work, pieces: list[Pieces], around: Around, clock: Clock) -> L
 def step_seconds(work: Work, pieces: list[Pieces], around: Around, one_stream: bool) -> Laid:
     """The seconds of a step of any number of micro batches."""
     number, pp = work.batch.grad_acc_steps, work.fsdp.pp
-    rounds = _round_of(work) if work.fsdp.virtual > 1 and not work.fsdp.zero_bubble else pp
+    rounds = _round_of(work) if work.fsdp.virtual > 1 else pp
     # A pipeline is in its stride once all groups have work, two rounds on.
     most = (2 if pp == 1 else 3) * rounds + number % rounds
     if number <= most + rounds:
@@ -149,7 +149,7 @@ def _replicated(work: Work, pieces: Pieces, clock: Clock, around: Around) -> flo
         for layer in reversed(layers) if work.trains else ():
             done = clock.run(0, "compute", pieces.backward[layer])
             filled += around.filled.get(layer, 0.0) if micro + 1 == micro_steps else 0.0
-            if work.ddp.overlap and (full := int(filled - sent)):
+            if full := int(filled - sent):
                 end = clock.run(0, "network", full * around.bucket_s, done)
                 sent += full
     left = (around.buckets - sent) * around.bucket_s
@@ -164,28 +164,9 @@ def _round_of(work: Work) -> int:
     return n_micro // max(1, n_micro // work.fsdp.pp)
 
 
-def _v_order(work: Work, group: int) -> Iterator[tuple[int, int, int]]:
-    """The same of ZBV: 0 forward, 1 backward to the stage's input, 2 to its weights."""
-    pp, m = work.fsdp.pp, work.batch.grad_acc_steps
-    n = max(2 * pp - 1, m)  # the passes of micro batches that there are not are left out
-    early, late = ([(kind, stage) for kind in range(3)] for stage in work.fsdp.stages_of(group))
-    both, more = [*early, *late], n - 2 * pp + 1 + group
-    order = early[:1] * (2 * (pp - group) - 1) + [late[0], early[0]] * group + late * (pp - group)
-    order += both * more + both[1:] * (pp - 1 - group) + [early[1], late[1]] * group
-    order += early[1:] * (pp - group) + late[2:] * group + early[2:] * group
-    done: Counter[tuple[int, int]] = Counter()
-    for kind, stage in order:
-        if done[kind, stage] < m and (work.trains or not kind):
-            yield kind, stage, done[kind, stage]
-        done[kind, stage] += 1
-
-
-def _order(work: Work, group: int) -> Iterator[tuple[int, int, int]]:
+def _order(work: Work, group: int) -> Iterator[tuple[bool, int, int]]:
     """A group's (backward, stage, micro batch) in turn: as PyTorch's schedules have them."""
     pp, v, m = work.fsdp.pp, work.fsdp.virtual, work.batch.grad_acc_steps
-    if work.fsdp.zero_bubble:
-        yield from _v_order(work, group)
-        return
     round_of = _round_of(work)
 
     def at(k: int, back: bool) -> tuple[bool, int, int]:
@@ -212,7 +193,7 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
     fsdp, pp, stages = work.fsdp, work.fsdp.pp, work.fsdp.stages
     orders = [list(_order(work, group)) for group in range(pp)]
     gathered = [0.0] * stages
-    seconds: list[tuple[float, ...]] = []
+    seconds: list[tuple[float, float]] = []
     for stage in range(stages):
         group, layers = fsdp.group_of(stage), work.stage_layers(stage)
         piece = pieces[group]
@@ -222,12 +203,9 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
             gathered[stage] = clock.run(group, "network", piece.units[layer][0])
         head = piece.head if stage == stages - 1 else 0.0
         forward = sum(piece.forward[layer] for layer in layers) + head
-        backward = sum(piece.backward[layer] for layer in layers)
-        # In halves: of a matmul's two in backward, one is for the weight. The first stage has no input.
-        first = backward / 2 * (stage > 0) if fsdp.zero_bubble else backward
-        seconds.append((forward, first, backward - first))
+        seconds.append((forward, sum(piece.backward[layer] for layer in layers)))
     # When the input of a pass of a stage for a micro batch is there.
-    arrived = {(0, 0, micro): 0.0 for micro in range(work.batch.grad_acc_steps)}
+    arrived = {(False, 0, micro): 0.0 for micro in range(work.batch.grad_acc_steps)}
     at, reducible, moved = [0] * pp, [0.0] * stages, True
     while moved:
         moved = False
@@ -238,15 +216,11 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
                 moved, step = True, -1 if back else 1
                 start = max(start, gathered[stage])
                 end = clock.run(group, "compute", seconds[stage][back], start)
-                if back < 2 and 0 <= stage + step < stages:
-                    away = fsdp.group_of(stage + step) != group
-                    if away:
-                        clock.run(group, "send", send_s, end)
-                    arrived[back, stage + step, micro] = end + send_s * away
+                if 0 <= stage + step < stages:
+                    clock.run(group, "send", send_s, end)
+                    arrived[back, stage + step, micro] = end + send_s
                 elif not back:
-                    arrived[1, stage, micro] = end
-                if back == 1:
-                    arrived[2, stage, micro] = end
+                    arrived[True, stage, micro] = end
                 reducible[stage] = end
     end, last = 0.0, max(clock.free[group, "compute"] for group in range(pp))
     for group, piece in enumerate(pieces):

@@ -5,7 +5,6 @@ Needs no torch. llm_train_bench/settings/plan.py makes a `Work` of the flags, th
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,24 +72,17 @@ class Fp8Work:
 class Ddp:
     """DDP's buckets [MiB], and the format in which gradients are reduced.
 
-    `mode` says what is reduced at once; without `overlap` after backward. With `zero1` each rank has a
-    share of the optimizer's state.
+    The buckets hold the gradients all the time. With `zero1` each rank has a share of the optimizer's
+    state.
     """
 
     bucket_cap_mb: float = 25.0
     reduce_dtype: str = "fp32"
-    mode: str = "bucketed"
-    overlap: bool = True
     zero1: bool = False
     used: bool = True
 
     def __bool__(self) -> bool:
         return self.used
-
-    @property
-    def buckets(self) -> bool:
-        """Whether DistributedDataParallel does it, whose buckets hold the gradients all the time."""
-        return self.used and self.mode == "bucketed" and self.overlap
 
     @property
     def reduce_bytes(self) -> int:
@@ -106,17 +98,12 @@ class Fsdp:
     replicas: int = 1
     reshard: bool = True
     reduce_dtype: str = "fp32"
-    prefetch: int = 1
     cpu_offload: bool = False
     reduce_last: bool = False
     """Whether gradients are reduced after the last micro batch alone, and are whole until then."""
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    ep_capacity: float | None = None
-    """Room for rows of experts as a factor of an equal share; None for exact sizes."""
-    same_heads: int = 1
-    """tp ranks that have the same key/value head."""
     ulysses: bool = True
     """Whether cp ranks exchange heads for tokens; otherwise they gather keys and values."""
     pp: int = 1
@@ -125,26 +112,10 @@ class Fsdp:
     """Stages of the pipeline that each of these groups has."""
     layers: tuple[int, ...] = ()
     """Blocks of each stage; empty for as equal numbers as can be."""
-    zero_bubble: bool = False
-    """Whether stages lie on the groups in a V, there and back, and backward passes are split in two."""
     used: bool = True
 
     def __bool__(self) -> bool:
         return self.used
-
-    def share_sent(self, k: int, number: int) -> float:
-        """Share of tokens that go to each ep rank, if any k of a number of experts are as likely."""
-        return 1 - math.comb(number - number // self.ep, k) / math.comb(number, k)
-
-    def expert_room(self, tokens: int, k: int, number: int) -> tuple[int, int]:
-        """Tokens to each ep rank, and choices of a rank's experts, for which `ep_capacity` has room.
-
-        A rank chooses k of a number of experts for each of its `tokens`.
-        """
-        factor = self.ep_capacity or 1.0
-        there = min(tokens, math.ceil(factor * tokens * self.share_sent(k, number)))
-        most = there * self.ep * min(k, number // self.ep)
-        return there, min(most, math.ceil(factor * tokens * k))
 
     @property
     def divided(self) -> bool:
@@ -163,11 +134,11 @@ class Fsdp:
 
     def group_of(self, stage: int) -> int:
         """The group of ranks that has a stage of the pipeline."""
-        return min(stage, self.stages - 1 - stage) if self.zero_bubble else stage % self.pp
+        return stage % self.pp
 
-    def stages_of(self, pp_rank: int) -> list[int]:
+    def stages_of(self, pp_rank: int) -> range:
         """The stages of a group of ranks."""
-        return [stage for stage in range(self.stages) if self.group_of(stage) == pp_rank]
+        return range(pp_rank, self.stages, self.pp)
 
     def stage_layers(self, n: int, stage: int) -> range:
         """The blocks, of `n`, of a pipeline's stage."""
@@ -197,14 +168,14 @@ NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
 @functools.lru_cache(maxsize=64)
 def _layer_kinds(config: ModelConfig) -> list[tuple[Any, ...]]:
     """What of a block decides its time and memory; cached, since a search asks for it again and again."""
-    blocks = range(config.num_blocks)
+    blocks = range(config.num_hidden_layers)
     return [(tuple(config.block_shapes(i)), config.windows[i]) for i in blocks]
 
 
 @functools.lru_cache(maxsize=64)
 def _block_parameters(config: ModelConfig) -> list[int]:
     numbers = []
-    for i in range(config.num_blocks):
+    for i in range(config.num_hidden_layers):
         experts = config.expert_shapes(i).values()
         number = config.experts.number if experts else 0
         shared = sum(n * k for n, k in config.block_shapes(i).values())
@@ -376,12 +347,12 @@ class Work:
     @property
     def layers(self) -> range:
         """The numbers of the blocks."""
-        return range(self.config.num_blocks)
+        return range(self.config.num_hidden_layers)
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads of a rank; where ranks are more, several have the same one."""
-        return max(1, self.config.num_key_value_heads // self.fsdp.tp)
+        """Key/value heads of a rank."""
+        return self.config.num_key_value_heads // self.fsdp.tp
 
     @property
     def kv_size(self) -> int:
@@ -395,11 +366,8 @@ class Work:
 
     @property
     def expert_rows(self) -> int:
-        """Rows that a rank's experts compute of a micro batch: the mean, or all of `ep_capacity`."""
-        k, number = self.config.experts.per_token, self.config.experts.number
-        if self.fsdp.ep_capacity and self.trainer is OUR_TRAINER:
-            return self.fsdp.expert_room(self.own_tokens, k, number)[1]
-        return self.own_tokens * k
+        """Rows that a rank's experts compute of a micro batch in the mean."""
+        return self.own_tokens * self.config.experts.per_token
 
     @property
     def gathered_tokens(self) -> int:
@@ -408,11 +376,11 @@ class Work:
 
     def stage_layers(self, stage: int) -> range:
         """The blocks of a pipeline's stage."""
-        return self.fsdp.stage_layers(self.config.num_blocks, stage)
+        return self.fsdp.stage_layers(self.config.num_hidden_layers, stage)
 
     def layers_of(self, pp_rank: int) -> list[int]:
         """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
-        return self.fsdp.layers_of(self.config.num_blocks, pp_rank)
+        return self.fsdp.layers_of(self.config.num_hidden_layers, pp_rank)
 
     @property
     def block_parameters(self) -> list[int]:

@@ -108,10 +108,6 @@ class StepLog:
         """The time since the last mark belongs to this part."""
         self.marks.append((part, _stamp(self.device)))
 
-    def undo(self) -> None:
-        """What the step has done is done again: the time since its start belongs to no part."""
-        self.marks = [self.marks[0], (REST, _stamp(self.device))]
-
     def finish(
         self,
         step: int,
@@ -190,8 +186,7 @@ class StepLog:
         # A micro batch ends with its backward, or its forward where there is none.
         ends = [stamp for part, stamp in pending.marks if part == "backward"]
         ends = ends or [stamp for part, stamp in pending.marks if part == "forward"]
-        undone = [stamp for part, stamp in pending.marks[1:-1] if part == REST]
-        begins = [undone[-1] if undone else pending.marks[0][1], *ends]
+        begins = [pending.marks[0][1], *ends]
         micro = [_seconds(begin, end) for begin, end in zip(begins, ends, strict=False)]
         read = self.values[pending.known["step"]].tolist()
         return Step(

@@ -1,14 +1,11 @@
-"""Data parallelism by replicas: DistributedDataParallel, and plainer ways to compare it with."""
+"""Data parallelism by replicas: DistributedDataParallel, and an optimizer shared out by ZeRO-1."""
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,72 +25,6 @@ class ReplicaLayout(Layout):
         numbers = numbers.clone()
         dist.all_reduce(numbers, group=self.stage)
         return numbers
-
-
-class PlainReplica(nn.Module):
-    """A replicated model whose gradients are averaged in a simpler way than DDP's.
-
-    `parameter` all-reduces each gradient, `bucketed` several together, `flat` all together. With
-    overlap an all-reduce starts when its gradient is ready, otherwise after backward.
-    """
-
-    def __init__(self, model: Transformer, options: Ddp):
-        super().__init__()
-        self.module, self.options = model, options
-        self.syncs, self.queued = True, False
-        self.running: list[Any] = []  # pairs of an all-reduce and its gradient
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.module(*inputs)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are only accumulated."""
-        self.syncs = False
-        try:
-            yield
-        finally:
-            self.syncs = True
-
-    def _gradient_ready(self, parameter: nn.Parameter) -> None:
-        if not self.syncs:
-            return
-        if not self.queued:  # runs when this backward is over, as DDP's own does
-            self.queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
-        if self.options.overlap:
-            work = dist.all_reduce(parameter.grad, async_op=True)
-            self.running.append((work, parameter.grad))
-
-    def _complete(self) -> None:
-        self.queued, world = False, dist.get_world_size()
-        for work, gradient in self.running:
-            work.wait()
-            gradient.div_(world)
-        self.running.clear()
-        for bucket in [] if self.options.overlap else self._buckets():
-            flat = _flatten_dense_tensors(bucket)
-            dist.all_reduce(flat)
-            flat.div_(world)
-            if len(bucket) > 1:  # one gradient alone was reduced in place
-                torch.ops.aten._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
-
-    def _buckets(self) -> list[list[Tensor]]:
-        """The gradients, grouped by the all-reduce that takes them."""
-        limits = {"parameter": 0.0, "flat": float("inf")}
-        limit = limits.get(self.options.mode, self.options.bucket_cap_mb * 2**20)
-        buckets: list[list[Tensor]] = []
-        size = 0
-        for gradient in (p.grad for p in self.module.parameters() if p.grad is not None):
-            if not buckets or size + gradient.nbytes > limit:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(gradient)
-            size += gradient.nbytes
-        return buckets
 
 
 class Zero1(torch.optim.Optimizer):
@@ -155,10 +86,8 @@ def replica_optimizer(
 
 def apply_ddp(
     model: Transformer, device: torch.device, grad_acc_steps: int, options: Ddp
-) -> DistributedDataParallel | PlainReplica:
+) -> DistributedDataParallel:
     """Replicate a materialised model: gradients are averaged over all ranks during backward."""
-    if not options.buckets:
-        return PlainReplica(model, options)
     ddp = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,

@@ -56,7 +56,7 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         return fully_shard(module, mesh=mesh, shard_placement_fn=placement, **common | changed)
 
     exact = dataclasses.replace(policy, param_dtype=None)
-    ahead, units = options.prefetch, []
+    units = []
     for layer, block in cast(dict[str, Any], model.blocks).items():
         apart = []
         if work.config.has_experts(int(layer)) and options.tp * options.ep > 1:
@@ -67,10 +67,9 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
             _hide_from_policy(cast(nn.Module, unit))
         units.append([shard(block, mesh=meshes["dense"]), *apart])
     shard(model, mesh=meshes["dense"], reshard_after_forward=False)
-    for i, (block, *_) in enumerate(units if ahead else []):
-        later, earlier = units[i + 1 : i + 1 + ahead], units[max(0, i - ahead) : i][::-1]
-        block.set_modules_to_forward_prefetch([*itertools.chain(*later)])
-        block.set_modules_to_backward_prefetch([*itertools.chain(*earlier)])
+    for earlier, later in itertools.pairwise(units):
+        earlier[0].set_modules_to_forward_prefetch(later)
+        later[0].set_modules_to_backward_prefetch(earlier)
     if options.divided:  # gradients are summed: each rank's loss is divided by all ranks
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from llm_train_bench.apply.sharded import boxes
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layers import autocast_dtype
@@ -138,9 +137,6 @@ class RankLayout(ReplicaLayout):
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.names: dict[str, Any] = {}  # of the groups
         self.owners: dist.ProcessGroup | None = None  # all that share one copy of the same layers
-        # Whether exchanges of rows have the sizes of `Fsdp.ep_capacity`, and while it is not None:
-        # whether rows did not fit, and the capacity that they needed.
-        self.padded, self.needed = False, cast(Tensor | None, None)
 
     def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
         """Make the groups of ranks; all ranks call this. Returns the meshes over which FSDP divides.
@@ -172,8 +168,6 @@ class RankLayout(ReplicaLayout):
             "pp": (("rest", "pp"), ranks.view(pp, -1).T),
             "owners": (("rest", "owners"), ranks.view(-1, self.fsdp.shards)),
         }
-        if self.fsdp.same_heads > 1:
-            grids["heads"] = (("rest", "heads"), ranks.view(-1, self.fsdp.same_heads))
         meshes = {
             kind: DeviceMesh(device.type, grid, mesh_dim_names=names)
             for kind, (names, grid) in grids.items()
@@ -194,7 +188,7 @@ class RankLayout(ReplicaLayout):
         how = divided(config, name)
         if how is None or (n := getattr(self, how[0])) == 1:
             return value
-        dim, sizes = how[1], [sum(c.length for c in cuts(config, name, n, r)) for r in range(n)]
+        dim, sizes = how[1], [sum(map(len, cuts(config, name, n, r))) for r in range(n)]
         if missing := max(sizes) - value.shape[dim]:  # all gather parts of one size
             value = torch.cat((value, value.narrow(dim, 0, missing)), dim)
         parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(n)]
@@ -345,15 +339,11 @@ class RankLayout(ReplicaLayout):
     def plan_rows(self, index: Tensor, counts: Tensor) -> Any:
         """Tokens to each of the ep ranks and from it, and choices of experts here.
 
-        A token that several experts of a rank want goes there once. If `padded`, these are the sizes for
-        which there is room, known without asking.
+        A token that several experts of a rank want goes there once.
         """
         if self.ep == 1:
             return super().plan_rows(index, counts)
         each = len(counts) // self.ep
-        if self.padded:
-            room, choices = self.fsdp.expert_room(index.shape[0], index.shape[1], len(counts))
-            return ([room] * self.ep, [room] * self.ep, choices), each
         place = index // each
         numbers = torch.stack((self.wanted(place).sum(1), counts.view(self.ep, each).sum(1)), dim=1)
         # By an operator that selective checkpointing does not keep: a recomputation has the plan.
@@ -373,34 +363,12 @@ class RankLayout(ReplicaLayout):
         there, here, choices = numbers.view(3, -1).tolist()
         return there, here, sum(choices)
 
-    def capacity_needed(self) -> tuple[bool, float]:
-        """`needed` of all ranks: whether rows did not fit, and the largest capacity needed.
-
-        It is a step's one wait for the device.
-        """
-        needed = cast(Tensor, self.needed).clone()
-        dist.all_reduce(needed, dist.ReduceOp.MAX)
-        overflow, capacity = needed.tolist()
-        return overflow > 0, capacity
-
-    def _note_needed(self, number: Tensor, room: int, share: float) -> None:
-        found = torch.stack((number > room, number / share))
-        self.needed = cast(Tensor, self.needed).maximum(found)
-
     def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         if self.ep == 1:
             return super().send(tokens, index, weights, plan)
         ((there, here, _), each), N = plan, len(tokens)
-        wanted = self.wanted(index // each)
-        if self.needed is not None:
-            share = N * self.fsdp.share_sent(index.shape[1], each * self.ep)
-            self._note_needed(wanted.sum(1).max(), there[0] if self.padded else N, share)
-        if self.padded:  # by those that are not wanted
-            ranks = torch.arange(self.ep, device=index.device)[:, None]
-            order = wanted.argsort(dim=1, descending=True, stable=True)[:, : there[0]]
-            order = (N * ranks + order).flatten()
-        else:
-            order = wanted.flatten().argsort(descending=True, stable=True)[: sum(there)]
+        wanted = self.wanted(index // each).flatten()
+        order = wanted.argsort(descending=True, stable=True)[: sum(there)]
         token, place = order % N, order // N  # by rank, then by token
         local = index[token] - each * place[:, None]
         inside = (local >= 0) & (local < each)
@@ -424,13 +392,6 @@ class RankLayout(ReplicaLayout):
         order = choice.argsort(stable=True)[:choices]  # by expert; those of other ranks come last
         counts = count_rows(choice, each + 1)[:each]
         rows = tokens[order // k]
-        if self.needed is not None:
-            self._note_needed(counts.sum(), choices, N * k)
-        if self.padded:  # zeros, for the last expert
-            ends = counts.cumsum(0).clamp(max=choices)
-            ends[-1].fill_(choices)  # an assignment would copy from the host, and wait
-            counts = ends.diff(prepend=ends[:1] * 0)
-            rows = rows * (choice[order] < each)[:, None]
         if not len(rows):  # the experts' gradients are zeros, not absent
             counts = F.pad(torch.ones_like(counts[:1]), (0, each - 1))
             y = experts(F.pad(rows, (0, 0, 0, 1)), counts)[:0]
@@ -477,59 +438,56 @@ class Gradients:
     """
 
     def __init__(self, model: HasWeights, layout: RankLayout):
-        self.layout, self.other_end = layout, layout.pp - 1 - layout.pp_rank
-        self.tied: list[nn.Parameter] = []
-        self.partial: list[nn.Parameter] = []
-        self.copies: list[tuple[nn.Parameter, int]] = []
-        # Rows that several neighbouring ranks have: key/value heads fewer than ranks.
-        self.repeated: list[tuple[nn.Parameter, tuple[slice, ...]]] = []
+        self.layout = layout
+        self.parameters: list[nn.Parameter] = []
+        self.partial: list[nn.Parameter] = []  # norms and routers, whole on every tp rank
+        self.tied: nn.Parameter | None = None  # a tied embedding, at both ends of a pipeline
+        ranks_with_same_shard = []
         for name, parameter in model.weights():
             if not parameter.requires_grad:
                 continue
-            whole = divided(model.config, name) is None
-            if whole and layout.tp > 1:
+            ranks = layout.fsdp.replicas
+            if layout.tp > 1 and divided(model.config, name) is None:
                 self.partial.append(parameter)
-            copies = layout.fsdp.replicas * (layout.tp if whole else 1)
-            if name == "embed.weight" and model.config.tie_word_embeddings and layout.pp > 1:
-                self.tied.append(parameter)
-                copies *= 2  # of the first and of the last stage
-            self.copies.append((parameter, copies))
-            for box in boxes(model.config, layout, name, parameter):
-                if box.copies > 1:
-                    self.repeated.append((parameter, box.at))
-        device = self.copies[0][0].device
-        self.weights = torch.tensor([1 / n for _, n in self.copies], device=device)
+                ranks *= layout.tp
+            if layout.pp > 1 and name == "embed.weight" and model.config.tie_word_embeddings:
+                self.tied = parameter
+                ranks *= 2
+            self.parameters.append(parameter)
+            ranks_with_same_shard.append(ranks)
+        device = self.parameters[0].device
+        self.weights = torch.tensor([1 / n for n in ranks_with_same_shard], device=device)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Complete the gradients, and return the norm over all ranks."""
-        if len(self.tied) == 1:
-            grad = local_gradient(self.tied[0])
-            grad += self.layout.exchanged(grad, self.other_end)
-        elif self.tied:  # a V has both ends
-            first, last = map(local_gradient, self.tied)
-            last.copy_(first.add_(last))
-        if self.partial:
-            self._complete([local_gradient(p) for p in self.partial], "tp")
-        repeated, same = torch.zeros((), device=self.weights.device), self.layout.fsdp.same_heads
-        if same > 1:
-            flat = self._complete([local_gradient(p)[at] for p, at in self.repeated], "heads")
-            repeated = flat.float().square().sum() * (1 / same - 1) / self.layout.fsdp.replicas
-        parts = [local_gradient(p) for p, _ in self.copies]
-        norms = torch.stack(torch.ops.aten._foreach_norm(parts, 2, torch.float32))
-        total = (norms.square() * self.weights).sum() + repeated
+        self._sum_tied()
+        self._sum_partial()
+        norms = torch.ops.aten._foreach_norm(self._shards(), 2, torch.float32)
+        total = (torch.stack(norms).square() * self.weights).sum()
         dist.all_reduce(total)
         return total.sqrt()
 
-    def _complete(self, parts: list[Tensor], group: str) -> Tensor:
-        """Add up parts of gradients over a group, in place; returns all their numbers."""
-        flat = torch.cat([part.flatten() for part in [*parts, self.weights[:0]]])
-        dist.all_reduce(flat, group=self.layout.groups[group])
+    def _sum_tied(self) -> None:
+        """Add up a tied embedding's gradients of the first and of the last stage."""
+        if self.tied is not None:
+            grad = local_gradient(self.tied)
+            grad += self.layout.exchanged(grad, self.layout.pp - 1 - self.layout.pp_rank)
+
+    def _sum_partial(self) -> None:
+        """Add up what each tp rank has of the gradients of parameters that are whole on all of them."""
+        if not self.partial:
+            return
+        parts = [local_gradient(p) for p in self.partial]
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat, group=self.layout.groups["tp"])
         for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
             part.copy_(values.view_as(part))
-        return flat
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients so that `norm`, theirs, is at most `max_norm`."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch.ops.aten._foreach_mul_([local_gradient(p) for p, _ in self.copies], factor)
+        torch.ops.aten._foreach_mul_(self._shards(), factor)
+
+    def _shards(self) -> list[Tensor]:
+        return [local_gradient(p) for p in self.parameters]

@@ -1,8 +1,7 @@
 """Pipeline parallelism: the stages of a rank, and the schedule that runs micro batches through all.
 
 The schedules are PyTorch's: 1F1B; Interleaved1F1B where a rank has several stages (Narayanan et al.
-2021, section 2.2); ZBV, which splits backward passes in two (Qi et al. 2024, section 6). Each stage is
-sharded by FSDP, and stays gathered over all micro batches.
+2021, section 2.2). Each stage is sharded by FSDP, and stays gathered over all micro batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +10,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from llm_train_bench.apply.data import MicroBatch
 from llm_train_bench.apply.precision import AMP_DTYPES
@@ -44,7 +38,7 @@ def reduce_in_last(stage: nn.Module, last: bool) -> None:
 
 
 class Pipeline(HasWeights):
-    """The stages of one rank. Several lie in a V, or pp apart: each group of ranks has some early."""
+    """The stages of one rank. Several lie pp apart: each group of ranks has some early."""
 
     def __init__(self, work: Work, flex: bool, layout: RankLayout):
         super().__init__()
@@ -55,7 +49,6 @@ class Pipeline(HasWeights):
             for layers in map(work.stage_layers, self.numbers)
         ]
         self.registered = nn.ModuleList(self.stages)
-        self.stages[-1].loss.passes = 1 + work.fsdp.zero_bubble
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         for stage in self.stages:
@@ -68,11 +61,11 @@ class Pipeline(HasWeights):
         """
         x, fsdp, group = tokens, self.work.fsdp, self.ranks.groups["pp"]
         for number, stage in zip(self.numbers, self.stages, strict=True):
-            if number and number - 1 not in self.numbers:
+            if number:
                 x = boundary(self.work, tokens.device)
                 dist.recv(x, group=group, group_src=fsdp.group_of(number - 1))
             x = stage(x, labels, documents)
-            if number < fsdp.stages - 1 and number + 1 not in self.numbers:
+            if number < fsdp.stages - 1:
                 there = fsdp.group_of(number + 1)
                 dist.send(x.detach().contiguous(), group=group, group_dst=there)
         return x * fsdp.pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
@@ -97,8 +90,7 @@ class Pipeline(HasWeights):
         if fsdp.virtual == 1:
             schedule = Schedule1F1B(stages[0], n_micro, loss_fn=scaled, scale_grads=False)
         else:
-            kind = ScheduleZBVZeroBubble if fsdp.zero_bubble else ScheduleInterleaved1F1B
-            schedule = kind([*stages], n_micro, scaled, scale_grads=False)
+            schedule = ScheduleInterleaved1F1B([*stages], n_micro, scaled, scale_grads=False)
 
         def run(parts: Sequence[MicroBatch]) -> Tensor:
             nonlocal weight
@@ -160,30 +152,9 @@ class _Stage(PipelineStage):
         with self.log.part("forward"):
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, *args, full_backward: bool = True, **kwargs):
-        self.log.mark("idle")
-        self.left -= full_backward
-        reduce_in_last(self.module, self.left == 0)
-        with self.log.part("backward"):
-            return super().backward_one_chunk(*args, full_backward=full_backward, **kwargs)
-
-    def backward_weight_one_chunk(self, *args, **kwargs):
+    def backward_one_chunk(self, *args, **kwargs):
         self.log.mark("idle")
         self.left -= 1
-        reduce_in_last(self.module, False)  # this is many backward passes, each of few weights
+        reduce_in_last(self.module, self.left == 0)
         with self.log.part("backward"):
-            super().backward_weight_one_chunk(*args, **kwargs)
-            reduce_in_last(self.module, self.left == 0)
-            # The gradients are here now, and none of FSDP's hooks saw them.
-            state: Any = cast(Any, fully_shard).state(self.module)
-            state._root_post_backward_final_callback()
-
-    def _get_init_p2p_neighbors_ops(self):
-        ops = super()._get_init_p2p_neighbors_ops()
-        # A V has neighbours on one rank, and gloo sends nothing to itself; torch 2.11 asks for it.
-        return [op for op in ops if op.group_peer != self.group_rank]
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int):
-        gradients = self.bwd_cache[bwd_chunk_id]  # of an input's pass they may have any strides
-        self.bwd_cache[bwd_chunk_id] = tuple(g.contiguous() for g in gradients if g is not None)
-        return super().get_bwd_send_ops(bwd_chunk_id)
+            return super().backward_one_chunk(*args, **kwargs)

@@ -113,12 +113,11 @@ def print_header(result: Result, work: Work) -> None:
         active = count_active_parameters(work.config)
         mlp = f"{e['number']} experts of {e['size']}, {e['per_token']} a token ({active:,} active)"
     compiled = f"compile {work.compile_mode}" if work.compiled else "eager"
-    chosen, n = len(work.recompute.blocks), work.config.num_blocks
+    chosen, n = len(work.recompute.blocks), work.config.num_hidden_layers
     recomputed = f"{chosen} of {n} blocks recompute ({work.recompute.policy}), " if chosen else ""
-    further = f" and {work.config.mtp} of multi-token prediction" if work.config.mtp else ""
     lines = [
         f"{m.name} ({s['model_type']}): {m.n_parameters:,} parameters, {s['num_hidden_layers']} "
-        f"layers{further}, d {s['hidden_size']}, {heads}, {mlp}, "
+        f"layers, d {s['hidden_size']}, {heads}, {mlp}, "
         f"vocabulary {s['vocab_size']}",
         f"batch: {b.micro_batch} x {b.grad_acc_steps} x {b.data_parallel_size} = {b.global_batch} "
         f"samples of {b.seq_len} tokens = {b.tokens_per_step:,} tokens a step",

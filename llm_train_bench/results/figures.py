@@ -1,7 +1,6 @@
 """Turns finished steps into the figures of a result; docs/METRICS.md defines each."""
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -63,11 +62,6 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         result.remark(
             f"memory was so full that the allocator emptied its cache {m.allocator_retries} times in the "
             "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
-        )
-    if m.repeated_steps and m.ep_capacity_needed:
-        result.remark(
-            f"{m.repeated_steps} measured or captured steps ran twice: rows of experts did not fit; use "
-            f"--ep-capacity {math.ceil(10 * m.ep_capacity_needed) / 10:g} or more, or leave it out"
         )
     _fill_compile_metrics(result, ranks)
     _fill_machine_use(result, ranks)
@@ -284,7 +278,7 @@ def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
 
 def describe_fp8(fp8: Fp8Work, config: ModelConfig | None, version: str) -> Fp8Info:
     """A result's account of the converted layers of a whole model; a layer's experts count as one."""
-    matrices = converted_matrices(fp8, config, range(config.num_blocks)) if config else []
+    matrices = converted_matrices(fp8, config, range(config.num_hidden_layers)) if config else []
     same = ("backend", "recipe", "emulated", "all_gather")
     return Fp8Info(
         **{name: getattr(fp8, name) for name in same},

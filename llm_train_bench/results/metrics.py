@@ -81,8 +81,6 @@ class Metrics(Strict):
     reduce_scatter_bytes: int | None = None
     all_reduce_bytes: int | None = None
     expert_rows_max_over_mean: float | None = None
-    repeated_steps: int | None = None
-    ep_capacity_needed: float | None = None
     all_to_all_bytes: int | None = None
     send_bytes: int | None = None
     energy_j: float | None = None

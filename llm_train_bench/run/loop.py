@@ -3,10 +3,9 @@
 import contextlib
 import functools
 import gc
-import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,11 @@ from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.sharded import reshard, sharded_modules
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import MemoryReport
-from llm_train_bench.model.experts import (
-    fullest_expert,
-    mixtures,
-    scale_balance_losses,
-    update_corrections,
-)
+from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.parallel.ranks import average_over_ranks, gather, meet
 from llm_train_bench.results.result_files import seconds_alive
 from llm_train_bench.run.checkpoint.saver import Saver
-from llm_train_bench.run.checkpoint.training_state import random_state, set_random_state
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.profiling import build_capture, observed_in, traced
@@ -174,11 +167,12 @@ def build_passes(
     work, log, device, scaler, fp8 = run.plan.work, run.log, run.device, run.scaler, run.fp8
     n_micro, train, graphs = work.batch.grad_acc_steps, work.trains, work.cuda_graphs
     amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
+    micro_batches = repeating_last(micro_batches)
     # Ranks that share a batch each add a part of its gradient; otherwise FSDP and DDP average.
     share = work.fsdp.ranks if work.fsdp.divided else 1
     balances = bool(work.config.experts and work.config.experts.aux_loss)
 
-    def passes(step: int, micro_batches: Batches) -> Tensor:
+    def passes(step: int) -> Tensor:
         total = torch.zeros((), device=device)
         if balances:
             scale_balance_losses(model, (1.0 if scaler is None else scaler.scale) / n_micro / share)
@@ -201,7 +195,7 @@ def build_passes(
                     reshard(sharded)
         return total
 
-    return _repeated_where_rows_do_not_fit(run, model, passes, micro_batches)
+    return passes
 
 
 def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) -> Passes:
@@ -209,12 +203,12 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
     work, log = run.plan.work, run.log
     if not work.trains:
         return build_passes(run, model, micro_batches)
-    n_micro = work.batch.grad_acc_steps
+    n_micro, micro_batches = work.batch.grad_acc_steps, repeating_last(micro_batches)
     scheduled = model.build_schedule(run.device, log)
     if work.config.experts and work.config.experts.aux_loss:
         scale_balance_losses(model, 1.0 / n_micro / work.fsdp.ranks)
 
-    def passes(step: int, micro_batches: Batches) -> Tensor:
+    def passes(step: int) -> Tensor:
         run.begin_micro_step(step)
         with log.part("data"):
             parts = [next(micro_batches) for _ in range(n_micro)]
@@ -222,48 +216,7 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
         log.mark("idle")
         return total
 
-    return _repeated_where_rows_do_not_fit(run, model, passes, micro_batches)
-
-
-def _repeated_where_rows_do_not_fit(
-    run: Run, model: nn.Module, passes: Callable[[int, Batches], Tensor], micro_batches: Batches
-) -> Passes:
-    """The passes of a step, which take micro batches; under --ep-capacity, again if rows did not fit.
-
-    The second time sizes are exact. What the first time left behind is undone. A step that is only
-    observed is not repeated: nothing takes its numbers.
-    """
-    micro_batches = repeating_last(micro_batches)
-    if run.plan.work.fsdp.ep_capacity is None:
-        return lambda step: passes(step, micro_batches)
-    layout: Any = model.layout
-    experts, schedule, m = mixtures(model), run.plan.schedule, run.result.metrics
-    m.repeated_steps = 0
-
-    def passes_that_fit(step: int) -> Tensor:
-        given = list(itertools.islice(micro_batches, run.plan.work.batch.grad_acc_steps))
-        state = random_state(run.device)
-        rows = [None if mlp.rows is None else mlp.rows.clone() for mlp in experts]
-        layout.padded = True
-        while True:
-            layout.needed = torch.zeros(2, dtype=torch.float64, device=run.device)
-            total = passes(step, iter(given))
-            overflow, needed = layout.capacity_needed()
-            layout.padded, layout.needed = False, None
-            if not overflow or step == schedule.total:
-                break
-            m.repeated_steps = (m.repeated_steps or 0) + (step >= schedule.window_begin)
-            run.log.undo()
-            for parameter in model.parameters():
-                parameter.grad = None
-            for mlp, before in zip(experts, rows, strict=True):
-                mlp.rows = before
-            set_random_state(state, run.device)
-        if schedule.window_begin <= step < schedule.total:
-            m.ep_capacity_needed = max(m.ep_capacity_needed or 0.0, needed)
-        return total
-
-    return passes_that_fit
+    return passes
 
 
 def build_step(

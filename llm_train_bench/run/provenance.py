@@ -79,8 +79,7 @@ def open_result(
             setattr(m, f"{kind}_bytes", plan.traffic.get(kind, 0))
     if fsdp.pp > 1:
         m.send_bytes = plan.traffic.get("send", 0)
-        bubble = (fsdp.pp - 1) / (fsdp.virtual * work.batch.grad_acc_steps)
-        m.pipeline_bubble_ideal = 0.0 if fsdp.zero_bubble else bubble
+        m.pipeline_bubble_ideal = (fsdp.pp - 1) / (fsdp.virtual * work.batch.grad_acc_steps)
     return result
 
 
@@ -135,8 +134,7 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
     if work.linear == "te":
         yield "linear layers and norms of the blocks by Transformer Engine, without FP8"
     if n := work.config.mtp_layers:
-        did = "trained" if work.config.mtp else "left out"
-        yield f"modules of multi-token prediction (--mtp): {n} {did}"
+        yield f"modules of multi-token prediction: {n} left out"
     if work.config.recurrent:
         yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
     if snapshot and device.type == "cpu":

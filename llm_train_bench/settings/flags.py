@@ -75,8 +75,6 @@ TrackerName = Literal["wandb"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-PipelineSchedule = Literal["auto", "1f1b", "interleaved", "zbv"]
-DdpMode = Literal["bucketed", "bucketed-after", "parameter", "parameter-after", "flat"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +84,10 @@ class ModelFlags:
     config: Model: a Hugging Face config.json, or a directory with one. Or use --from FILE, the
         config and flags of a result.json or YAML file; later flags override the file.
     route: How experts are chosen for a token: by the learned router, or round-robin (balanced).
-    mtp: Train the file's modules of multi-token prediction too. Factor of the mean of their losses,
-        such as 0.3; the reported loss is without them.
     """
 
     config: str = flag(dataclasses.MISSING, LENGTH, metavar="CONFIG", positional=True, common=True)
     route: Literal["learned", "balanced"] = flag("learned", LEARNT, headline=True)
-    mtp: float | None = flag(None, LEARNT, above=0, at_most=100, headline=True, metavar="FACTOR")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,14 +330,10 @@ class DdpFlags:
     """DDP.
 
     bucket_cap_mb: Size of the buckets in which gradients are reduced [MiB].
-    ddp_mode: What one all-reduce sends. bucketed: a bucket of DistributedDataParallel. parameter:
-        one gradient. flat: all gradients, after backward. With -after, nothing overlaps
-        with backward.
     zero1: Shard the optimizer state over the ranks (ZeRO stage 1).
     """
 
     bucket_cap_mb: float = flag(25.0, SPEED, scripts=(Script.DDP,), above=0)
-    ddp_mode: DdpMode = flag("bucketed", SPEED, scripts=(Script.DDP,))
     zero1: bool = flag(False, SPEED, scripts=(Script.DDP,))
 
 
@@ -353,14 +344,10 @@ class FsdpFlags:
     reshard_after_forward: always: free gathered blocks after forward and gather them again in
         backward. never: keep them.
     reduce_dtype: Format in which gradients are reduced; bf16 halves the traffic (DDP too).
-    prefetch: Blocks gathered ahead of the running one; 0 leaves it to PyTorch.
     dp_replicate: Replicas of the sharded model (HSDP); must divide the number of ranks.
     tp: Split heads and MLP of every block over N ranks (tensor and sequence parallelism).
     cp: Split the tokens of every sample over N ranks (context parallelism).
     ep: Split the experts of every layer over N ranks (expert parallelism).
-    ep_capacity: Exchange rows of experts in buffers of fixed size: FACTOR times an equal share. The
-        host then waits for counts once per step instead of once per layer and micro batch. A step
-        whose rows do not fit is repeated with exact sizes. For --ep with learned routing.
     cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory.
     reduce_last: Reduce gradients after the last micro batch alone. Until then each rank keeps all
         gradients whole.
@@ -370,14 +357,10 @@ class FsdpFlags:
         "always", SPEED, scripts=(Script.FSDP,)
     )
     reduce_dtype: Literal["fp32", "bf16"] = flag("fp32", SPEED, scripts=SEVERAL)
-    prefetch: int = flag(1, SPEED, scripts=(Script.FSDP,), at_least=0)
     dp_replicate: int = flag(1, SPEED, scripts=SHARDED, at_least=1)
     tp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
     cp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
     ep: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
-    ep_capacity: float | None = flag(
-        None, SPEED, scripts=SHARDED, at_least=1, at_most=100, metavar="FACTOR"
-    )
     cpu_offload: bool = flag(False, SPEED, scripts=(Script.FSDP,))
     reduce_last: bool = flag(False, SPEED, scripts=(Script.FSDP,))
 
@@ -389,14 +372,11 @@ class PipelineFlags:
     pp: Split the layers over N groups of neighbouring ranks. train_pp.py uses 2 by default.
     pp_virtual: Stages per rank. 1 uses the schedule 1F1B, more use Interleaved1F1B.
     pp_layers: Blocks of each stage, such as 16 16 15 with --pp 3. By default as equal as can be.
-    pp_schedule: Order of the passes. auto: by --pp-virtual. zbv: two stages per rank in a V, and
-        backward passes split in two, of which the second fills the bubble.
     """
 
     pp: int | None = flag(None, SPEED, scripts=(Script.PP,), at_least=2, common=True)
     pp_virtual: int = flag(1, SPEED, scripts=(Script.PP,), at_least=1)
     pp_layers: tuple[int, ...] = flag((), SPEED, scripts=(Script.PP,))
-    pp_schedule: PipelineSchedule = flag("auto", SPEED, scripts=(Script.PP,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -489,14 +469,19 @@ def usual_values() -> dict[str, Any]:
 REMOVED: dict[str, Any] = {
     "beta1": 0.9,
     "beta2": 0.95,
+    "ddp_mode": "bucketed",
+    "ep_capacity": None,
     "fp8_primary_weights": False,
     "fused_backward": False,
     "grad_compression": "off",
     "lora_base": "auto",
+    "mtp": None,
     "no_fit_check": False,
     "nsys_ranks": (),
     "numa": False,
     "peak_fp8_tflops": None,
+    "pp_schedule": "auto",
+    "prefetch": 1,
     "profile_attention": False,
     "profile_shapes": False,
     "profile_stacks": False,

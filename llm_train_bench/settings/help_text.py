@@ -40,7 +40,7 @@ EXAMPLES = {
     ),
     "train_pp.py": (
         "train_pp.py configs/llama-70b-proxy.json --pp 4 --pt-compile",
-        "train_pp.py configs/llama-tiny.json --pp 2 --pp-schedule zbv --device cpu",
+        "train_pp.py configs/llama-tiny.json --pp 2 --pp-virtual 2 --device cpu",
         "train_pp.py configs/llama-tiny.json --pp 2 --tp 2 --nproc 4 --device cpu",
     ),
 }

@@ -24,7 +24,7 @@ from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.hf_names import adapted_rows, hf_names
 from llm_train_bench.model.shapes import Lora
-from llm_train_bench.model.shares import copies_of_heads, part_shape
+from llm_train_bench.model.shares import part_shape
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
@@ -173,8 +173,6 @@ def make_plan(
     the run could not work.
     """
     config = config or load_config(args.config, args.pad_vocab)
-    if args.mtp is not None:
-        config = config.with_mtp(args.mtp)
     if args.bsz == "auto":
 
         def sized(bsz: int) -> Plan:
@@ -198,18 +196,15 @@ def make_plan(
         if args.cpu_offload and platform == "cpu":
             raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
         stages = (args.pp or USUAL_STAGES, args.pp_virtual) if script is Script.PP else (1, 1)
-        stages = (stages[0], 2) if (v := args.pp_schedule == "zbv") else stages
         fsdp = resolve_layout(args.part(FsdpFlags), *stages, config, seq_len, world)
-        fsdp = dataclasses.replace(fsdp, layers=args.pp_layers, zero_bubble=v)
+        fsdp = dataclasses.replace(fsdp, layers=args.pp_layers)
         if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
             # One would leave ranks idle.
             batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)
         layout, ranks = {"fsdp": fsdp}, fsdp.ranks // (fsdp.tp * fsdp.cp)
     elif script is Script.DDP:
-        mode, _, after = args.ddp_mode.partition("-")
-        overlap = not after and mode != "flat"
         reduced = "bf16" if args.bf16_weights else args.reduce_dtype
-        layout["ddp"] = Ddp(args.bucket_cap_mb, reduced, mode, overlap, args.zero1)
+        layout["ddp"] = Ddp(args.bucket_cap_mb, reduced, args.zero1)
     resolved = resolve_batch(batch, seq_len, ranks)
     if args.reduce_last and resolved.grad_acc_steps == 1:
         raise UsageError(
@@ -368,7 +363,7 @@ def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Rec
     """
     if freq is None:
         return Recompute()
-    (q, p), n = parse_sac_freq(freq), config.num_blocks
+    (q, p), n = parse_sac_freq(freq), config.num_hidden_layers
     blocks = tuple(i for i in range(n) if (i + 1) * q // p > i * q // p)
     if not blocks:
         raise UsageError(
@@ -389,7 +384,7 @@ def resolve_layout(
     if ep > 1 and not any(config.has_experts(i) for i in range(config.num_hidden_layers)):
         raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes, r = [heads, kv_heads if tp % kv_heads else heads], config.recurrent
+    sizes, r = [heads, kv_heads], config.recurrent
     if any("down" in config.mlp_shapes(i) for i in range(config.num_hidden_layers)):
         sizes.append(config.intermediate_size)
     if r:
@@ -414,7 +409,7 @@ def resolve_layout(
         raise UsageError(
             f"--tp {tp}: {config.path} has only {config.padded_vocab_size} words; use fewer ranks"
         )
-    ulysses = heads // tp % cp == 0 and max(1, kv_heads // tp) % cp == 0
+    ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
     groups = r.groups // tp
     even = cp == 1 or not r or (r.heads // tp % cp == 0 and 0 in (groups % cp, cp % groups))
     if not even or (cp > 1 and r and not ulysses):
@@ -426,10 +421,10 @@ def resolve_layout(
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
     # The stages of a pipeline stay gathered over all micro batches of a step.
     reshard = flags.reshard_after_forward == "always" and pp == 1
-    names = "reduce_dtype prefetch cpu_offload reduce_last tp cp ep ep_capacity".split()
+    names = "reduce_dtype cpu_offload reduce_last tp cp ep".split()
     same: dict[str, Any] = {name: getattr(flags, name) for name in names}
-    same |= dict(same_heads=copies_of_heads(config, tp), pp=pp, virtual=virtual)
-    return Fsdp(shards, flags.dp_replicate, reshard, ulysses=ulysses, **same)
+    replicas = flags.dp_replicate
+    return Fsdp(shards, replicas, reshard, ulysses=ulysses, pp=pp, virtual=virtual, **same)
 
 
 def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: int | None) -> None:
@@ -451,10 +446,9 @@ def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: in
             f"--pp-layers: the numbers add up to {sum(fsdp.layers)}, but {config.path} has "
             f"{config.num_hidden_layers} blocks"
         )
-    rounds = virtual > 1 and not fsdp.zero_bubble
-    if micro < pp or (rounds and micro % pp):
+    if micro < pp or (virtual > 1 and micro % pp):
         few = max(1, -(-micro // pp)) * pp
-        need = "a multiple of it" if rounds else "as many or more"
+        need = "a multiple of it" if virtual > 1 else "as many or more"
         use = f"--grad-acc-steps {few}"
         if global_bsz:
             use = f"--global-bsz {global_bsz // micro * few}, or a smaller --bsz"

@@ -76,13 +76,6 @@ CONTRADICTIONS = (
     ("--offload-activations does not work with CUDA graphs, which replay without its hooks; use "
      "--compile-mode default",
      lambda a, s: a.offload_activations and a.compile_mode in GRAPH_MODES),
-    ("--pp-schedule 1f1b has one stage per rank, interleaved --pp-virtual 2 or more, and zbv always two: "
-     "leave one of the two out",
-     lambda a, s: (a.pp_schedule in ("1f1b", "zbv") and a.pp_virtual > 1)
-     or (a.pp_schedule == "interleaved" and a.pp_virtual == 1)),
-    ("--pp-schedule zbv with --pt-compile, --sac-freq, --tp or --use-fp8: what is one function in "
-     "backward cannot be split, and would run twice or more; leave it out",
-     lambda a, s: a.pp_schedule == "zbv" and (a.pt_compile or a.sac_freq or a.tp > 1 or a.use_fp8)),
     ("--global-bsz sets --grad-acc-steps; give one of the two",
      lambda a, s: a.global_bsz is not None and a.grad_acc_steps != 1),
     ("--compile-mode with CUDA graphs: they are recorded in the first three steps; use --warmup-steps 3 "
@@ -112,15 +105,8 @@ CONTRADICTIONS = (
      lambda a, s: None not in (a.nsys_start, a.nsys_end) and a.nsys_end <= a.nsys_start),
     ("--nsys-start with --profile: two profilers disturb each other; leave out --profile",
      lambda a, s: a.nsys_start is not None and a.profile),
-    ("--ddp-mode other than bucketed does not work with CUDA graphs; use --compile-mode default",
-     lambda a, s: a.ddp_mode != "bucketed" and a.compile_mode in GRAPH_MODES),
-    ("--ddp-mode other than bucketed does not work with --reduce-dtype bf16, a hook of "
-     "DistributedDataParallel; leave out one of the two",
-     lambda a, s: s is Script.DDP and a.ddp_mode != "bucketed" and a.reduce_dtype != "fp32"),
     ("train_ddp.py with --reduce-dtype bf16 needs --pass-type step",
      lambda a, s: s is Script.DDP and a.reduce_dtype != "fp32" and a.pass_type != "step"),
-    ("--bucket-cap-mb: --ddp-mode flat and parameter have no buckets; leave it out",
-     lambda a, s: not a.ddp_mode.startswith("bucketed") and changed(a, ["bucket_cap_mb"])),
     ("--reduce-dtype bf16 with --reduce-last or train_pp.py sums micro batches in bf16; leave it out",
      lambda a, s: (a.reduce_last or s is Script.PP) and a.reduce_dtype != "fp32"),
     ("--reduce-last needs a backward; use --pass-type forward-backward or step",
@@ -131,11 +117,6 @@ CONTRADICTIONS = (
      lambda a, s: a.pack_separator is not None and a.data == "synthetic"),
     ("--lora-rank with --tp, --use-fp8, --zero1 or train_pp.py is not implemented; leave it out",
      lambda a, s: a.lora_rank and (a.tp > 1 or a.use_fp8 or a.zero1 or s is Script.PP)),
-    ("--ep-capacity needs --ep 2 or more and --route learned: no other run waits for counts; leave it "
-     "out",
-     lambda a, s: a.ep_capacity and (a.ep == 1 or a.route == "balanced")),
-    ("--mtp with train_pp.py or --lora-rank is not implemented; leave it out",
-     lambda a, s: a.mtp is not None and (s is Script.PP or a.lora_rank)),
     ("--optimizer muon with --lora-rank, --zero1, --cpu-offload or --amp fp16 is not implemented; use "
      "adamw",
      lambda a, s: a.optimizer == "muon" and (a.lora_rank or a.zero1 or a.cpu_offload or a.amp == "fp16")),

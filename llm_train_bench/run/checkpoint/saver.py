@@ -72,7 +72,6 @@ def layout(run: Run) -> str:
     batch, fsdp, mesh = work.batch, work.fsdp, {}
     if fsdp:
         names = [*("tp", "cp", "ep") * fsdp.divided, *("pp", "virtual") * (fsdp.pp > 1)]
-        names += ["zero_bubble"] * fsdp.zero_bubble
         mesh = fsdp.mesh | {name: getattr(fsdp, name) for name in names}
     sizes = ", ".join(f"{k} {v}" for k, v in mesh.items())
     micro = f"{batch.micro_batch} x {batch.grad_acc_steps}"

@@ -62,8 +62,7 @@ def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[B
     world, rank = ranks.world // layout.pp, ranks.rank % (ranks.world // layout.pp)
     if not tensor.ndim or not copies:  # the same on all that have the layer
         copies, index = world, rank
-    apart = layout.pp > 1 and not layout.fsdp.zero_bubble
-    if apart and plain == "embed.weight" and config.tie_word_embeddings:
+    if layout.pp > 1 and plain == "embed.weight" and config.tie_word_embeddings:
         # The first stage and the last have it: those before the last rank come first.
         index += copies * (layout.pp_rank > 0)
         copies *= 2
@@ -71,11 +70,8 @@ def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[B
         return [Block(local, tuple(offsets), copies, index)]
     if divided(config, plain) is None:
         copies, index = copies * layout.tp, index * layout.tp + layout.tp_rank
-    found = []
-    for box in boxes(config, layout, plain, tensor):
-        same = copies * box.copies, index * box.copies + layout.tp_rank % box.copies
-        found.append(Block(local[box.at], box.offsets, *same))
-    return found
+    own = boxes(config, layout, plain, tensor)
+    return [Block(local[box.at], box.offsets, copies, index) for box in own]
 
 
 def own_shares(
