@@ -39,9 +39,8 @@ shown() {{ cat "$here/$1" 2> /dev/null || echo "$2"; }}
 case "$*" in *"/dev/fd/9 "*) cat <&9 > "$here/given" ;; esac
 case "$*" in
 --version*) echo '{version}' ;;
-info*)
-    case "$*" in *Runtimes*) shown runtimes '{{"nvidia": {{}}}}' ;; esac
-    case "$*" in *SecurityOptions*) shown security '[name=seccomp]' ;; esac ;;
+info*Runtimes*) shown runtimes '{{"nvidia": {{}}}}' ;;
+info*SecurityOptions*) shown security '[name=seccomp]' ;;
 "image inspect "*)
     for last; do :; done
     if [ -e "$here/no_image" ]; then cat "$here/no_image" >&2; exit 1; fi
