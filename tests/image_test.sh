@@ -80,15 +80,17 @@ assert {"title", "description", "revision", "base.name"} <= labels and config["U
 buildah run "${volumes[@]}" --user 0:0 "$container" -- python3 -m pip install -q pytest pytest-xdist hypothesis >/dev/null
 inside python3 -m pytest -q -p no:cacheprovider -n 2 tests/test_data.py tests/test_loss.py tests/test_statistics.py tests/test_hardware.py tests/test_precision.py
 
-# The launcher under a real engine, where there is one: its user, mounts and variables, and the digest. Podman raises
-# limits that a root without all rights cannot: it keeps this shell's.
+# The launcher under a real engine, where there is one: its user, mounts and variables, and the digest. By itself podman
+# raises limits that root without all its rights cannot raise.
+# shellcheck disable=SC2016 # the container's own
 if command -v podman >/dev/null; then
     out=$(mktemp -d)
-    mkdir "$out/data"
+    mkdir "$out/data" "$out/bin"
     echo "data of the host" >"$out/data/text"
-    printf '[containers]\ndefault_ulimits = ["nofile=%s:%s", "nproc=32768:32768"]\n' "$(ulimit -Sn)" "$(ulimit -Hn)" >"$out/conf"
-    # shellcheck disable=SC2016 # the container's own
-    CONTAINERS_CONF=$out/conf A_KEY=sesame docker/launch.sh --cpu --engine podman --name llm-train-bench-image-test \
+    printf '#!/bin/sh\n[ "$1" = run ] && shift && set -- run --ulimit nofile=%s:%s --ulimit nproc=32768 "$@"\nexec %s "$@"\n' \
+        "$(ulimit -Sn)" "$(ulimit -Hn)" "$(command -v podman)" >"$out/bin/podman"
+    chmod +x "$out/bin/podman"
+    PATH=$out/bin:$PATH A_KEY=sesame docker/launch.sh --cpu --engine podman --name llm-train-bench-image-test \
         --output "$out" --cache "$out/cache" --mount "$out/data:/data:ro" --env A_KEY --env LEVEL=2 --env HF_HOME=/data \
         bash -c '[ "$A_KEY$LEVEL$HF_HOME" = sesame2/data ] && cat /data/text && ! touch /data/new 2>/dev/null &&
             python train_fsdp.py configs/llama-tiny.json --sac-freq 1/4 --bsz 1 --seq-len 64 \
