@@ -31,7 +31,7 @@ WORK = "/workspace/llm-train-bench"
 DOCKERFILES = sorted(ROOT.glob("docker/Dockerfile*"))
 NVIDIA, AMD = "launch.sh", "launch_amd.sh"
 SCRIPTS = [*sorted(ROOT.glob("docker/*.sh")), ROOT / "docker/slurm.sbatch"]
-TEST_SCRIPTS = sorted(ROOT.glob("tests/**/*.sh"))
+SHELL = [*SCRIPTS, *ROOT.glob("tests/**/*.sh")]
 ENGINE = """#!/bin/sh
 here='{state}'
 printf '%s\\0' "${{0##*/}}" "$@" >> "$here/calls"; echo >> "$here/calls"
@@ -45,7 +45,7 @@ info*SecurityOptions*) shown security '[name=seccomp]' ;;
     for last; do :; done
     if [ -e "$here/no_image" ]; then cat "$here/no_image" >&2; exit 1; fi
     if [ -e "$here/images" ] && ! grep -qxF "$last" "$here/images"; then exit 1; fi
-    case "$*" in *RepoDigests*) echo example.com/bench@sha256:abc ;; *) echo '[]' ;; esac ;;
+    echo example.com/bench@sha256:abc ;;
 "container inspect "*) cat "$here/container" 2> /dev/null || exit 1 ;;
 esac
 """
@@ -157,9 +157,7 @@ def values(call: list[str], flag: str) -> list[str]:
     return [b for a, b in itertools.pairwise(call) if a == flag]
 
 
-@pytest.mark.parametrize(
-    "linter", [["hadolint", *DOCKERFILES], ["shellcheck", "-x", *SCRIPTS, *TEST_SCRIPTS]]
-)
+@pytest.mark.parametrize("linter", [["hadolint", *DOCKERFILES], ["shellcheck", "-x", *SHELL]])
 def test_linters_find_nothing(linter):
     command = [BIN / linter[0], *linter[1:]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
