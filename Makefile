@@ -139,13 +139,13 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 bench: $(READY)
 	$(call each,$(BIN)/python,$(BENCHES))
 
-# The scripts on SLURM, Ray and SkyPilot, each for real on this machine; root, four minutes. PART="ray" runs a part.
+# The scripts on SLURM, for real on this machine, and SkyPilot's check; root, three minutes. PART="slurm" runs a part.
 cluster-test: $(READY)
 	VENV=$(VENV) tests/cluster/run.sh $(PART)
 
-# Build and run the images with buildah, as root; ten minutes. docker/image_test.sh explains it.
+# Build and run the images with buildah, as root; ten minutes. tests/image_test.sh explains it.
 image-test:
-	docker/image_test.sh
+	tests/image_test.sh
 
 # Add this CPU to configs/baselines.json: five interleaved runs of each tiny config.
 TINY = configs/gpt2-tiny.json configs/llama-tiny.json configs/moe-tiny.json
@@ -155,4 +155,4 @@ cpu-baselines: $(READY)
 	$(BIN)/python compare.py sweeps/cpu-baselines/runs --save configs/baselines.json
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-peers .venv-track .venv-ray .venv-sky build data runs *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-peers .venv-track .venv-sky build data runs *.egg-info

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # `make cluster-test`: the same scripts on engines that clusters have, for real, on this machine.
-#   tests/cluster/run.sh [batch requeue preempted setup array ray skypilot]
-# SLURM needs root and Debian's packages (slurm.sh). Ray and SkyPilot get environments in .venv-ray and .venv-sky.
+#   tests/cluster/run.sh [batch requeue preempted setup array skypilot]
+# SLURM needs root and Debian's packages (slurm.sh). SkyPilot gets an environment in .venv-sky. "slurm" is all of SLURM.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) && cd "$here/../.." || exit 2
 python=$PWD/${VENV:-.venv}/bin/python
@@ -62,25 +62,6 @@ array() {
         --wrap "$python train.py ${tiny[*]} --n-steps 4 --run-name array\$SLURM_ARRAY_TASK_ID"
     for i in 0 1 2; do expect array '^ok: ' "$out/array-$i.log"; done
 }
-ray_() { # a job on two Ray nodes, then one that fails
-    if [ ! -x .venv-ray/bin/ray ]; then
-        "$python" -m venv .venv-ray && .venv-ray/bin/pip install -q 'ray[default]' || exit 1
-        "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$(ls -d .venv-ray/lib/python3*/site-packages)/bench.pth"
-    fi
-    export PATH=$PWD/.venv-ray/bin:$PATH RAY_USAGE_STATS_ENABLED=0 RAY_ADDRESS=
-    local node=(--num-cpus=2 --num-gpus=0 --object-store-memory=100000000)
-    ray start --head --node-ip-address=127.0.0.3 --port=6399 --dashboard-host=127.0.0.1 --dashboard-port=8265 \
-        --disable-usage-stats "${node[@]}" >"$out/log" 2>&1 || expect ray started "$out/log"
-    trap 'ray stop >/dev/null 2>&1' EXIT
-    ray start --address=127.0.0.3:6399 --node-ip-address=127.0.0.2 "${node[@]}" >>"$out/log" 2>&1
-    export RAY_ADDRESS=http://127.0.0.1:8265
-    ray job submit -- python "$PWD/docker/ray_launch.py" --nodes 2 --gpus 0 train_fsdp.py "${tiny[@]}" --n-steps 4 >"$out/log" 2>&1
-    expect ray 'exit codes by node: \{0: 0, 1: 0\}' "$out/log"
-    expect ray 'batch: 1 x 1 x 2 = 2 samples' "$out/log"
-    WAIT=20 ray job submit -- python "$PWD/docker/ray_launch.py" --nodes 2 --gpus 0 train_fsdp.py "${tiny[@]}" --n-step 4 >"$out/log" 2>&1
-    expect 'ray, a wrong flag' '--n-step: unknown flag' "$out/log"
-    expect 'ray, a wrong flag' 'exit codes by node: \{0: 2' "$out/log"
-}
 skypilot() { # its own check of the task file, without network
     if [ ! -x .venv-sky/bin/sky ]; then
         "$python" -m venv .venv-sky && .venv-sky/bin/pip install -q skypilot || exit 1
@@ -91,11 +72,11 @@ skypilot() { # its own check of the task file, without network
     expect skypilot '^refused .*wrong.yaml: .*num_node' "$out/log"
 }
 
-[ $# -gt 0 ] || set -- batch requeue preempted setup array ray skypilot
-for name in "$@"; do
+[ $# -gt 0 ] || set -- slurm skypilot
+# shellcheck disable=SC2048 # the names have no spaces
+for name in ${*/slurm/batch requeue preempted setup array}; do
     begin=$SECONDS
     case $name in
-    ray) (ray_) || exit 1 ;;
     skypilot) skypilot ;;
     *)
         [ -e "$slurm/pids" ] || "$here/slurm.sh" start "$slurm" || exit 1
