@@ -23,6 +23,8 @@ from llm_train_bench.results.schema import Fp8Info
 
 # The oldest with the functions of torchao.prototype.moe_training that are used here.
 PROTOTYPES = (0, 18)
+# Their kernels take groups of a multiple of this many rows.
+GROUP_ROWS = 16
 
 
 class TorchaoFp8(Fp8):
@@ -152,33 +154,33 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
 def grouped_product(emulated: bool, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """A grouped matmul of rows (R, K) and weights (E, K, M) in FP8, each expert scaled by itself.
 
-    FP8 is scaled by rows under every recipe, as torchao's kernels have it. They take groups in multiples
-    of 16 rows: groups are filled up with zeros.
+    FP8 is scaled by rows under every recipe, as torchao's kernels have it.
     """
     if emulated:
         return reference.GroupedProduct.apply(rows, weight.transpose(1, 2), ends)
     from torchao.prototype import moe_training
 
-    filled, ends, places = fill_groups(rows, ends, 16)
+    filled, ends, places = fill_groups(rows, ends)
     out = moe_training._to_fp8_rowwise_then_scaled_grouped_mm(
         filled, weight, ends, out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=False
     )
     return out[places].to(rows.dtype)
 
 
-def fill_groups(rows: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (R, K) with zeros after each group up to a multiple, where groups end, and rows' places.
+def fill_groups(rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (R, K) with zeros after each group, up to what kernels take; where groups end; rows' places.
 
     The size is the most that there can be, so that the host need not wait for the numbers.
     """
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    filled = -(-counts // multiple) * multiple
+    filled = -(-counts // GROUP_ROWS) * GROUP_ROWS
     new_ends = filled.cumsum(0, dtype=torch.int32)
     added = (new_ends - filled) - (ends - counts)  # rows that come before a group besides
     number = torch.arange(len(rows), device=rows.device)
     group = torch.bucketize(number, ends.to(number.dtype), right=True)
     places = number + added[group]
-    size = -(-(len(rows) + len(ends) * (multiple - 1)) // multiple) * multiple
+    most = len(rows) + len(ends) * (GROUP_ROWS - 1)
+    size = -(-most // GROUP_ROWS) * GROUP_ROWS
     whole = rows.new_zeros(size, rows.shape[1]).index_copy(0, places, rows)
     return whole, new_ends, places
 
