@@ -15,7 +15,7 @@ from llm_train_bench.formulas.flops import flops_per_token, recomputed_flops_per
 from llm_train_bench.formulas.parameters import linear_parameters
 from llm_train_bench.formulas.work import Fp8Work, Recompute
 from llm_train_bench.model import layers
-from llm_train_bench.model.config import load_config
+from llm_train_bench.model.config import keep_first_layers, load_config
 from llm_train_bench.model.experts import Stacked
 from llm_train_bench.model.transformer import Transformer
 from tests.helpers import FAMILIES, config, plan_of
@@ -73,19 +73,14 @@ def work_of(shape, seq_len, *flags):
     return plan_of(["x.json", "--seq-len", seq_len, *flags], config=shape).work
 
 
-# Of those with a proxy the proxy, and of others four layers: FLOPs are a sum over layers, and torch takes
-# long for 100 of them.
-COUNTED = [p for p in SHIPPED if not p.with_stem(f"{p.stem}-proxy").exists()]
-
-
-@pytest.mark.parametrize("path", COUNTED, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_shipped_config_agrees_with_torch(path):
-    """torch counts the masked half of attention too, as `palm` does, and ignores windows."""
+    """torch counts the masked half of attention too, as `palm` does, and ignores windows.
+
+    FLOPs are a sum over layers. Of hybrids ten have one of each kind, of others four.
+    """
     shape = load_config(path)
-    if not shape.recurrent:
-        few = dict(num_hidden_layers=min(4, shape.num_hidden_layers), windows=shape.windows[:4])
-        few["dense_layers"] = tuple(layer for layer in shape.dense_layers if layer < 4)
-        shape = dataclasses.replace(shape, **few)
+    shape = keep_first_layers(shape, min(10 if shape.recurrent else 4, shape.num_hidden_layers))
     seq_len = min(512, shape.max_position_embeddings, *(w for w in shape.windows if w))
     ours = flops_per_token(shape, seq_len, causal=False)
     assert ours == pytest.approx(counted(shape, seq_len), rel=1e-9)

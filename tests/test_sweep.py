@@ -455,7 +455,7 @@ def test_nothing_that_failed_or_is_invalid_is_tuned(row, monkeypatch):
 
 def test_tune_leaves_out_what_does_not_fit_on_the_gpu():
     e = experiment(
-        models=["configs/llama-3.1-8b-proxy.json"], grid={"bsz": [1, 2, 512, "auto"]},
+        models=["llama-3.1-8b"], training={"layers": 8}, grid={"bsz": [1, 2, 512, "auto"]},
         script="train_fsdp.py", hardware={"nvidia": {"gpus": 8, "gpu": "h100"}},
     )  # fmt: skip
     field = tune.by_estimate(make_cells(e, "nvidia"), e, "nvidia")
