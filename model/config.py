@@ -15,12 +15,10 @@ from typing import Any
 
 from llm_train_bench.model.families import (
     FAMILIES,
-    LAYER_KEYS,
     MTP_FAMILIES,
     MTP_KEYS,
     MTP_NOT_IMPLEMENTED,
     NOT_IMPLEMENTED,
-    PER_LAYER,
     from_first_dialect,
 )
 from llm_train_bench.model.json_keys import (
@@ -41,6 +39,11 @@ from llm_train_bench.model.shapes import (
     Recurrent,
     RopeScaling,
 )
+
+# The number of layers, and what has an entry for each of them.
+LAYER_KEYS = "num_hidden_layers", "n_layer"
+PER_LAYER = """layer_types layers_block_type hybrid_override_pattern mlp_layer_types
+    no_rope_layers""".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,10 +276,7 @@ def model_name(path: str | Path, layers: int | None = None) -> str:
 def load_config(
     path: str | Path, vocab_multiple: int = 1, layers: int | None = None
 ) -> ModelConfig:
-    """Read a Hugging Face config.json (or a directory that holds one); ConfigError if unusable.
-
-    With `layers`, it is the model of the first ones alone.
-    """
+    """Read a config.json (or a directory with one), or its first `layers`; ConfigError if unusable."""
     path = Path(path)
     if is_directory(path):
         path = path / "config.json"

@@ -870,10 +870,6 @@ def _granite(keys: Keys) -> Fields:
     )
 
 
-# The number of layers, and what has an entry for each of them.
-LAYER_KEYS = "num_hidden_layers", "n_layer"
-PER_LAYER = """layer_types layers_block_type hybrid_override_pattern mlp_layer_types
-    no_rope_layers""".split()
 # The number of modules of multi-token prediction, and the families that have them, with its default:
 # that of transformers, or of the published files of Qwen3-Next, whose config does not say.
 MTP_KEYS = "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers num_mtp_modules".split()
