@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., or cpu")
     if wanted.plan:
         refuse_beside_plan(parse_words(EstimateArgs, words, "estimate.py"))
-        config = load_config(args.config, args.pad_vocab)
+        config = load_config(args.config, args.pad_vocab, args.layers)
         return show_plans(wanted, functools.partial(dataclasses.replace, args), config)
     if "," in wanted.gpu and device_called(wanted.gpu) is None:
         raise UsageError(f"--gpu {wanted.gpu}: several GPUs go with --plan; name one")

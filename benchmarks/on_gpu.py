@@ -362,6 +362,7 @@ def exact(part: Part) -> None:
     def run(w: Workload, _: int) -> dict[str, Any]:
         more = f"--global-bsz {w.args.global_bsz} --seq-len {w.args.seq_len} --bsz auto --amp off"
         more += f" --n-steps {len(w.losses)} --warmup-steps 0 --warmup-seconds 0"
+        more += f" --layers {w.args.layers}" if w.args.layers else ""
         row = run_here("train.py", [w.args.config, *more.split()], part.out / part.name / w.shape)
         (steps,) = map(read_steps, (part.out / part.name / w.shape).glob("*/steps.jsonl"))
         wrong = w.wrong_steps("fp32", steps)

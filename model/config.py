@@ -39,6 +39,11 @@ from llm_train_bench.model.shapes import (
     RopeScaling,
 )
 
+# The number of layers, and what has an entry for each of them.
+LAYER_KEYS = "num_hidden_layers", "n_layer"
+PER_LAYER = """layer_types layers_block_type hybrid_override_pattern mlp_layer_types
+    no_rope_layers""".split()
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -78,6 +83,8 @@ class ModelConfig:
     """Rows of the embedding and head are padded up to a multiple of this; 1 means not at all."""
     raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)
     unknown_keys: tuple[str, ...] = ()
+    first_layers: int | None = None
+    """The number of layers that `keep_first_layers` left; None for a model as its file has it."""
     # What only some families have. `shape` leaves out what is at these defaults.
     experts: Experts = NO_EXPERTS
     dense_layers: tuple[int, ...] = ()
@@ -220,7 +227,7 @@ class ModelConfig:
         """The resolved values as plain JSON data, without the file's own text."""
         shape = dataclasses.asdict(dataclasses.replace(self, raw={}))
         for field in dataclasses.fields(self):
-            left_out = field.name in ("raw", "unknown_keys", "path")
+            left_out = field.name in ("raw", "unknown_keys", "path", "first_layers")
             if left_out or getattr(self, field.name) == field.default:
                 del shape[field.name]
         # Fields of later versions do not change a model's hash.
@@ -230,16 +237,18 @@ class ModelConfig:
         return shape | {"windows": list(self.windows)}
 
 
-def model_name(path: str | Path) -> str:
-    """A model's name: that of its config file, or of the directory of its config.json."""
-    path = Path(path)
+def model_name(path: str | Path, layers: int | None = None) -> str:
+    """A model's name: that of its config file, or of the directory of its config.json; and --layers."""
+    path, end = Path(path), f"-{layers}-layers" if layers else ""
     if is_directory(path):
-        return path.resolve().name
-    return path.resolve().parent.name if path.name == "config.json" else path.stem
+        return path.resolve().name + end
+    return (path.resolve().parent.name if path.name == "config.json" else path.stem) + end
 
 
-def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
-    """Read a Hugging Face config.json (or a directory that holds one); ConfigError if unusable."""
+def load_config(
+    path: str | Path, vocab_multiple: int = 1, layers: int | None = None
+) -> ModelConfig:
+    """Read a config.json (or a directory with one), or its first `layers`; ConfigError if unusable."""
     path = Path(path)
     if is_directory(path):
         path = path / "config.json"
@@ -258,6 +267,8 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
             same = f"configs/{name}.json has its shape; or " if name in shipped else ""
             fetch = f"hf download {path} config.json --local-dir {path.name}"
             hint = f"; {same}fetch a config of the Hugging Face Hub: {fetch}"
+        if name.endswith("-proxy") and (whole := name.removesuffix("-proxy")) in shipped:
+            hint = f"; use configs/{whole}.json --layers N"
         raise ConfigError(f"{path}: no such file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
@@ -272,7 +283,25 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
         raise ConfigError(f"{path}: not usable JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a JSON object with a model_type, found {kind_of(raw)}")
-    return parse_config(raw, path, vocab_multiple)
+    config = parse_config(raw, path, vocab_multiple)
+    return config if layers is None else keep_first_layers(config, layers)
+
+
+def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
+    """The model of a config's first layers, as if its file had no more; ConfigError if it has fewer."""
+    if number > config.num_hidden_layers:
+        has = f"{config.path} has {config.num_hidden_layers} layers"
+        raise ConfigError(f"--layers {number}: {has}")
+    raw = dict(config.raw)
+    for key in PER_LAYER:
+        if isinstance(raw.get(key), list | str):
+            raw[key] = raw[key][:number]
+    if "mlp_only_layers" in raw:
+        raw["mlp_only_layers"] = [layer for layer in config.dense_layers if layer < number]
+    raw |= dict.fromkeys([key for key in LAYER_KEYS if key in raw] or LAYER_KEYS[:1], number)
+    short = parse_config(raw, config.path, config.vocab_multiple)
+    name = model_name(config.path, number)
+    return dataclasses.replace(short, name=name, first_layers=number)
 
 
 def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1) -> ModelConfig:

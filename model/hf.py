@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     if (directory / "manifest.json").exists():
         return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
-        other = load_config(directory, config.vocab_multiple)
+        other = load_config(directory, config.vocab_multiple, config.first_layers)
         ours, theirs = vars(config), vars(other)
         differ = [key for key in ours if ours[key] != theirs[key] and key not in TRAINING_KEYS]
         if differ:
@@ -152,7 +153,10 @@ def _misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[in
 
 
 def _further(config: ModelConfig, name: str, index: dict[str, Path]) -> bool:
-    """Whether a tensor is of modules of multi-token prediction, which do not run."""
+    """Whether a tensor is of a layer that --layers leaves out, or of multi-token prediction."""
+    later = re.match(r"(\w+\.)?(layers|h)\.(\d+)\.", name) if config.first_layers else None
+    if later and int(later[3]) >= config.num_hidden_layers:
+        return True
     layer = name.removeprefix("model.layers.").partition(".")[0]
     after = layer.isdecimal() and int(layer) >= config.num_hidden_layers
     after &= f"model.layers.{layer}.eh_proj.weight" in index

@@ -11,7 +11,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from llm_train_bench.formulas import parameters
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
-from llm_train_bench.model.config import ConfigError, load_config, parse_config
+from llm_train_bench.model.config import ConfigError, keep_first_layers, load_config, parse_config
 from llm_train_bench.model.transformer import Transformer
 from tests.helpers import FAMILIES, LLAMA, ROOT, rows_of
 
@@ -24,11 +24,9 @@ ACTIVE = {name: float(active[0]) for name, _, *active in COUNTS if active}
 
 
 def test_all_promised_configs_are_shipped():
-    """Those with a known number of parameters, three tiny ones, and some with fewer layers."""
+    """Those with a known number of parameters, three tiny ones, and two with fewer layers."""
     names = {path.stem for path in SHIPPED}
-    whole = {name.removesuffix("-proxy") for name in names if name.endswith("-proxy")}
-    assert len(whole) == 30 and whole <= {*EXACT, "llama-70b"}
-    shorter = {f"{name}-proxy" for name in whole}
+    shorter = {"llama-70b-proxy", "deepseek-v3-proxy"}
     assert names == {*EXACT, "gpt2-tiny", "llama-tiny", "moe-tiny"} | shorter
 
 
@@ -71,12 +69,25 @@ def test_parameter_formula_on_every_family(family):
     assert count_parameters(plain) == count_parameters(padded) == numbers
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_first_layers_are_a_model_of_their_own(family):
+    """Layer by layer as in the whole model, also when read from the text that a result keeps."""
+    whole = parse_config(FAMILIES[family], "x.json")
+    for n in range(1, whole.num_hidden_layers + 1):
+        first = keep_first_layers(whole, n)
+        assert (first.num_hidden_layers, first.windows) == (n, whole.windows[:n])
+        assert first.hash == parse_config(first.raw, "y.json").hash
+        assert first.no_rope_layers == tuple(i for i in whole.no_rope_layers if i < n)
+        beyond = tuple(f"blocks.{layer}." for layer in range(n, whole.num_hidden_layers))
+        shapes = parameter_shapes(whole).items()
+        assert parameter_shapes(first) == {k: v for k, v in shapes if not k.startswith(beyond)}
+    assert first.hash == whole.hash
+
+
 def test_70b_proxy_is_the_70b_shape_with_four_layers():
-    full, proxy = (load_config(ROOT / f"configs/llama-3.1-70b{end}.json") for end in ("", "-proxy"))
-    short = load_config(ROOT / "configs/llama-70b-proxy.json")
-    differing = {k for k, v in full.shape().items() if proxy.shape()[k] != v}
-    assert differing == {"name", "num_hidden_layers", "windows"}
-    assert proxy.num_hidden_layers == 4 and short.hash == proxy.hash != full.hash
+    first = load_config(ROOT / "configs/llama-3.1-70b.json", layers=4)
+    proxy = load_config(ROOT / "configs/llama-70b-proxy.json")
+    assert proxy.hash == first.hash and first.name == "llama-3.1-70b-4-layers"
 
 
 def test_metadata_is_ignored_and_strange_keys_are_reported():
@@ -134,15 +145,5 @@ def test_configs_of_the_first_version_are_read():
         old = parse_config(raw, "old.json")
         assert count_parameters(old) == count_parameters(ours) and old.unknown_keys == ()
         assert (old.intermediate_size, old.rope_theta, old.norm_eps) == (28672, 500000.0, 1e-5)
-    few = {k: v for k, v in FIRST.items() if k not in ("d_hid", "ffn_mult", "ffn_factor")}
-    assert parse_config(few, "old.json").intermediate_size == 22016  # 2/3 of 4 x 8192, in 256s
-    gpt = dict(arch_name="gpt", n_layers=48, n_heads=25, d_embd=1600, max_seq_len=1024)
-    gpt["vocab_size"] = 50304
-    old = parse_config(gpt, "old.json")
-    assert old.model_type == "gpt2" and old.intermediate_size == 6400
-    assert count_parameters(old) == EXACT["gpt2-1.5b"] + 47 * 1600
-    assert old.attention_dropout == old.embedding_dropout == 0.0
-    with pytest.raises(ConfigError, match=r'arch_name "bert": not implemented'):
-        parse_config(gpt | {"arch_name": "bert"}, "old.json")
     with pytest.raises(ConfigError, match="d_embd: missing"):
         parse_config({"arch_name": "gpt", "vocab_size": 8}, "old.json")

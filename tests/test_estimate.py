@@ -83,8 +83,7 @@ def test_formula_and_trace_agree_on_attention_in_blocks(model, flags):
     """Its probabilities are a large part of what is kept, also where only matmuls are, or nothing."""
     model, *more = model.split()
     argv = [f"configs/{model}.json", *more, *"--bsz 8 --seq-len 512".split(), *flags.split()]
-    half = dict(num_hidden_layers=8, windows=8 * (None,))
-    plan = plan_of(argv, platform="cpu", config=dataclasses.replace(load_config(argv[0]), **half))
+    plan = plan_of([*argv, "--layers", "8"], platform="cpu")
     assert plan.work.attention == "blocks"
     # The trace's RMS norm is a GPU's.
     formula = estimate_memory(plan.work, fused_norm=plan.work.config.rms_norm).peak
@@ -192,11 +191,11 @@ def test_peaks_are_those_of_pytorchs_own_allocator(monkeypatch):
 
 def test_what_streams_keep_apart_is_needed_too():
     """On 4 ranks the allocator of allocated_peaks.txt emptied its cache with 23.4 GiB, not with 27.3."""
-    estimate = memory("--bsz 1", "llama-3.1-8b-proxy", shards=4)
+    estimate = memory("--bsz 1 --layers 8", shards=4)
     # The stand-in for the driver needed 0.6 GiB outside the allocator.
     outside = memory_model.CONTEXT_GIB + memory_model.COMMUNICATION_GIB - 0.6
     assert 23.4 < estimate.on_device(4) / 2**30 - outside < 27.3
-    assert memory("--bsz 1", "llama-3.1-8b-proxy", shards=0).apart == 0
+    assert memory("--bsz 1 --layers 8", shards=0).apart == 0
 
 
 @pytest.mark.parametrize(
@@ -462,7 +461,7 @@ def attention_rate(model, T, flags="", backward=False, gpu=H100):
 def test_attention_is_as_fast_as_measured(T, cudnn, flash):
     """Forward TFLOP/s on an H100, causal, heads of 128: FlashAttention-3 (arXiv 2407.08608), figure 5."""
     for flags, rate in (("", cudnn), ("--attention flash", flash)):
-        estimated = attention_rate("llama-3.1-8b-proxy", T, flags)
+        estimated = attention_rate("llama-3.1-8b", T, flags)
         assert estimated == pytest.approx(rate, rel=0.15 if T < 1024 else 0.05)
 
 
@@ -470,7 +469,7 @@ def test_attention_on_an_a100_reaches_what_flashattention_2_did():
     """50 to 73 % of the peak (arXiv 2307.08691, abstract), at heads of 128."""
     gpu = find_hardware("A100 SXM 80GB")
     for backward in (False, True):
-        assert 0.5 < attention_rate("llama-3.1-8b-proxy", 16384, "", backward, gpu) / 312 < 0.73
+        assert 0.5 < attention_rate("llama-3.1-8b", 16384, "", backward, gpu) / 312 < 0.73
 
 
 def test_attentions_backward_and_what_cudnn_does_not_take():

@@ -1,7 +1,6 @@
 """Tests that need a GPU; `python benchmarks/on_gpu.py tests` runs them on a machine that has one."""
 
 import contextlib
-import dataclasses
 import gzip
 import json
 import os
@@ -350,7 +349,7 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     device, T = torch.device("cuda"), 256
     path = {"gpt2": "configs/gpt2-125m.json", "llama": "configs/llama-3.2-1b.json"}[family]
     flags = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--grad-acc-steps", "2"]
-    shape = dataclasses.replace(load_config(path), num_hidden_layers=2, windows=(None, None))
+    shape = load_config(path, layers=2)
     work = plan_of([path, *flags, "--seq-len", T], config=shape).work
     with torch.device("meta"):
         plain, te = Transformer(shape, T), Transformer(shape, T)

@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from llm_train_bench.apply.data import SyntheticTokens
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.model.config import ConfigError, parse_config
+from llm_train_bench.model.config import ConfigError, keep_first_layers, parse_config
 from llm_train_bench.model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
@@ -151,6 +151,7 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     refuse(deeper, "has no tensor")
     refuse(fewer, rf"has no place in {own - 1}\.json")
+    check_pretrained(keep_first_layers(ours_config, own - 1), directory)
     if ours_config.model_type == "deepseek_v3":  # unless the layer beyond is another kind's
         module = tensors | {f"model.layers.{own - 1}.eh_proj.weight": torch.zeros(1)}
         save_file(module, tmp_path / "model.safetensors")

@@ -4,8 +4,6 @@ A change that adds a pass makes these red, on any machine; benchmarks/bytes.py c
 moves on a GPU.
 """
 
-import dataclasses
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,9 +52,7 @@ class OnePass(torch.autograd.Function):
 
 def step(name, depth, B, T, monkeypatch):
     """Calls and bytes of a forward and backward of a model of so many blocks."""
-    config = load_config(ROOT / f"configs/{name}.json")
-    layers = {"num_hidden_layers": depth, "windows": config.windows[:depth], "path": str(depth)}
-    config = dataclasses.replace(config, **layers)
+    config = load_config(ROOT / f"configs/{name}.json", layers=depth)
     one_pass = lambda q, k, v, **_: OnePass.apply(q, k, v)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", one_pass)
     with META:

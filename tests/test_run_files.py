@@ -198,6 +198,21 @@ def test_a_meters_own_words_are_digests(tmp_path):
     assert identity(run) == identity(saved)
 
 
+def test_first_layers_repeat_the_earlier_file_of_so_many(told, tmp_path):
+    """Results of llama-3.1-8b-proxy.json, which had 8 layers, and of --layers 8 are of one setting."""
+    config, name = "configs/llama-3.1-8b.json", "llama-3.1-8b-8-layers"
+    place = "settings__0__runs__0__result__"
+    facts = {"args__config": config, "args__layers": 8, "model__path": config, "model__name": name}
+    content = changed(json.loads(FP8.read_text()), **{place + k: v for k, v in facts.items()})
+    text, code = told(content)
+    assert code == 0 and "of steps 0 to 3 of llama-8b-proxy" in text
+    assert id_of(tmp_path / "told.json") == id_of(FP8)
+    saved = tmp_path / "s.json"
+    assert compare.main([str(tmp_path / "told.json"), "--save", str(saved)]) == 0
+    result = only_run(json.loads(saved.read_text()))["result"]
+    assert result["model"]["name"] == name and result["command"][-2:] == ["--layers", "8"]
+
+
 # --- versions --------------------------------------------------------------------------------------
 
 

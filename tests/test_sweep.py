@@ -22,7 +22,6 @@ from llm_train_bench.compare.ratios import Prices, compare
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.compare.report import runs_table
 from llm_train_bench.formulas.speed_model import estimate_speed
-from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.sweep import all_runs, cell_runs, grid, tune
 from llm_train_bench.sweep import experiment as experiments
 from llm_train_bench.sweep.all_runs import START_S, duration_text
@@ -226,22 +225,6 @@ def test_rows_survive_torn_deep_and_escaped_lines(tmp_path, capsys):
     assert list(Rows(path).rows) == ["b", name, "d"]
 
 
-def test_grid_list_and_platform_make_the_cells():
-    e = experiment(
-        training={"n_steps": 5, "lr": 1e-3},
-        grid={"seq_len": [16, 32], "pt_compile": [False, True]},
-        cells=[{"bsz": 2}, {"bsz": 4}],
-        platforms={"amd": {"lr": 2e-3}},
-    )
-    cells = make_cells(e, "nvidia")
-    assert len(cells) == 8 and cells[0].axes == ("seq_len", "pt_compile", "bsz")
-    assert cells[0].label() == "gpt2-tiny seq-len 16, no compiled, bsz 2"
-    argv = cells[-1].argv()
-    assert argv[0] == "configs/gpt2-tiny.json" and "--pt-compile" in argv
-    assert argv[argv.index("--lr") + 1] == "0.001"
-    assert dict(make_cells(e, "amd")[0].flags)["lr"] == 2e-3
-
-
 @pytest.mark.parametrize(("keys", "found"), cases("differences"))
 def test_identical_config_names_every_difference(keys, found):
     e = experiment(**json.loads(keys))
@@ -317,12 +300,7 @@ def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
     assert err.count("\n") == 1 and "logs: " in err and "rows kept: 0" in err
 
 
-def test_values_may_be_quoted_or_variables():
-    training = {"n_steps": "7", "lr": "0.5", "pt_compile": "true", "sac_freq": "none", "amp": False}
-    (cell,) = make_cells(experiment(training=training, grid={}), "cpu")
-    args = parse_args(cell.argv(), cell.script)
-    found = args.n_steps, args.lr, args.pt_compile, args.sac_freq, args.amp
-    assert found == (7, 0.5, True, None, "off")
+def test_values_may_be_variables():
     environ = {"A": "1", "EMPTY": ""}
     assert experiments.substitute("${A} ${B:-2} ${EMPTY:-3} $A", environ) == "1 2 3 $A"
 
@@ -455,12 +433,13 @@ def test_nothing_that_failed_or_is_invalid_is_tuned(row, monkeypatch):
 
 def test_tune_leaves_out_what_does_not_fit_on_the_gpu():
     e = experiment(
-        models=["configs/llama-3.1-8b-proxy.json"], grid={"bsz": [1, 2, 512, "auto"]},
+        models=["llama-3.1-8b"], training={"layers": 8}, grid={"bsz": [1, 2, 512, "auto"]},
         script="train_fsdp.py", hardware={"nvidia": {"gpus": 8, "gpu": "h100"}},
     )  # fmt: skip
     field = tune.by_estimate(make_cells(e, "nvidia"), e, "nvidia")
     # auto is the largest that fits: by the GPU's memory more than 2.
-    assert [dict(cell.flags)["bsz"] for _, cell in field] == ["auto", 2]
+    labels = [cell.label() for _, cell in field]
+    assert labels == ["llama-3.1-8b-8-layers bsz auto", "llama-3.1-8b-8-layers bsz 2"]
     with pytest.raises(UsageError, match="no setting is estimated to fit"):
         tune.by_estimate(make_cells(e, "nvidia")[2:3], e, "nvidia")
 

@@ -294,13 +294,10 @@ def test_bad_input_writes_nothing_and_a_run_that_exists_stays(tmp_path, refused,
 def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
     """It writes what it learnt, the same from its export; without a way to decode, it is refused."""
     np.frombuffer(b"abcdefgh" * 400, np.uint8).astype(np.uint16).tofile(tmp_path / "t.bin")
-    bytes_256 = json.loads((ROOT / "configs/llama-tiny.json").read_text())
-    bytes_256 |= {"num_hidden_layers": 1, "vocab_size": 256}
-    (tmp_path / "c.json").write_text(json.dumps(bytes_256))
     common = words("--seq-len 16 --amp off --no-tensorboard --sample 24 --warmup-steps 0")
     flags = "--bsz 16 --lr 1e-2 --n-steps 90 --lr-warmup-steps 0 --weight-decay 0 --run-name x"
     data = ["--export", "--data-dtype", "uint16", "--data", tmp_path / "t.bin"]
-    trained(tmp_path / "a", tmp_path / "c.json", common, data, flags)
+    trained(tmp_path / "a", "configs/llama-tiny.json --layers 1", common, data, flags)
     written = re.search(r"generated text:\n(.*)\n", capsys.readouterr().out)[1]
     assert len(written) == 24 and written[4:] in "abcdefgh" * 5
     export = tmp_path / "a/x/export"

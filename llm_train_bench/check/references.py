@@ -119,11 +119,12 @@ def published(w: Workload, r: Result, hardware: Hardware | None) -> Reference | 
     """The fastest published row with this model, length, format and number of such devices."""
     if hardware is None:
         return None
-    rates, wanted = {}, (hardware.name, r.device.count, w.args.config, w.args.seq_len)
+    wanted = hardware.name, r.device.count, w.args.config, w.args.layers, w.args.seq_len
+    rates = {}
     for path in sorted(PUBLISHED.glob("*.json")):
         content = parse_json(path.read_text(encoding="utf-8"))
         for row in content["rows"]:
-            found = tuple(row.get(name) for name in ("gpu", "gpus", "config", "seq_len"))
+            found = tuple(row.get(name) for name in ("gpu", "gpus", "config", "layers", "seq_len"))
             if found == wanted and ("--use-fp8" in row.get("flags", "")) == bool(r.fp8):
                 rates[row["tokens_per_sec_per_gpu"]] = content["source"]
     if not rates:

@@ -93,9 +93,9 @@ def format_of(r: Result) -> str:
 
 
 @functools.cache
-def model_hash(config: str) -> str:
-    """The hash of a shipped config's model."""
-    return load_config(config).hash
+def model_hash(config: str, layers: int | None) -> str:
+    """The hash of a shipped config's model, or of its first layers."""
+    return load_config(config, layers=layers).hash
 
 
 def workload_of(r: Result) -> Workload | None:
@@ -107,7 +107,7 @@ def workload_of(r: Result) -> Workload | None:
         return None
     found = {name: flags[name] for name in fixed}
     for w in workloads().values():
-        size = (w.args.global_bsz, w.args.seq_len, model_hash(w.args.config))
+        size = (w.args.global_bsz, w.args.seq_len, model_hash(w.args.config, w.args.layers))
         if size == (r.batch.global_batch, r.batch.seq_len, r.model.hash) and found == {
             name: getattr(w.args, name) for name in fixed
         }:

@@ -86,12 +86,16 @@ def run_id(r: Result) -> str:
 
 def shareable(r: Result) -> Result:
     """A result without what may name a place, a person or a machine."""
-    name = r.model.name if shipped_config(r.model.name) != r.model.name else ""
-    name = name or f"{word(r.model.config.get('model_type')) or 'model'}-{r.model.hash[:8]}"
+    file = r.model.name.removesuffix(f"-{r.args.get('layers')}-layers")
+    if shipped_config(file) != file:
+        name = r.model.name
+    else:
+        file = f"{word(r.model.config.get('model_type')) or 'model'}-{r.model.hash[:8]}"
+        name = file
     known = {k: v for k, v in r.model.config.items() if k not in r.model.ignored_keys}
     parts = (known, r.model.shape)
     config, shape = ({k: v for k, v in part.items() if not _private(k, v)} for part in parts)
-    model = {"name": name, "path": f"configs/{name}.json", "config": config, "shape": shape}
+    model = {"name": name, "path": f"configs/{file}.json", "config": config, "shape": shape}
     args = {public_name(k): public_value(k, v) for k, v in r.args.items()}
     command: list[str] = []
     if r.ours:

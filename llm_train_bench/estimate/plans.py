@@ -206,7 +206,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
     # About four million tokens, in as many samples for each GPU.
     each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
     sizes = {"global_bsz": batch.global_bsz or gpus * each, "seq_len": seq_len}
-    usual, learnt = defaults(Args), of_kind(LEARNT, SPEED) - {*CHOSEN, "seq_len"}
+    usual, learnt = defaults(Args), {"layers", *of_kind(LEARNT, SPEED)} - {*CHOSEN, "seq_len"}
     given = {k: v for k, v in vars(plain).items() if k in learnt and v != usual[k]}
     flags = " ".join([config.path, "--seq-len", str(seq_len), "--pt-compile", *to_argv(given)])
     names = wanted.gpu or ""

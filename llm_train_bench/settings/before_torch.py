@@ -21,7 +21,7 @@ def check_early(argv: list[str], name: str) -> None:
     """Exit with 0 after --help, and with 2 after one line on a mistake."""
     try:
         args, script = parse_args(argv, name), Script(name)
-        config = load_config(args.config, args.pad_vocab)
+        config = load_config(args.config, args.pad_vocab, args.layers)
         device = detect_platform() if args.device == "auto" else args.device
         world = 1 if script is Script.ONE else args.nproc or 2
         if device == "cpu" and world > (most := max(64, 8 * n_cores())):

@@ -83,10 +83,12 @@ class ModelFlags:
 
     config: Model: a Hugging Face config.json, or a directory with one. Or use --from FILE, the
         config and flags of a result.json or YAML file; later flags override the file.
+    layers: Train the first N layers of the config.
     route: How experts are chosen for a token: by the learned router, or round-robin (balanced).
     """
 
     config: str = flag(dataclasses.MISSING, LENGTH, metavar="CONFIG", positional=True, common=True)
+    layers: int | None = flag(None, LENGTH, at_least=1, common=True)
     route: Literal["learned", "balanced"] = flag("learned", LEARNT, headline=True)
 
 

@@ -26,7 +26,7 @@ EXAMPLES = {
     "train.py": (
         "train.py configs/llama-tiny.json --data data/mine/train.bin --n-steps 200",
         "train.py configs/gpt2-125m.json --bsz 32 --pt-compile",
-        "train.py configs/llama-3.1-8b-proxy.json --bsz auto --pt-compile --use-fp8",
+        "train.py configs/llama-3.1-8b.json --layers 8 --bsz auto --pt-compile --use-fp8",
     ),
     "train_ddp.py": (
         "train_ddp.py configs/gpt2-1.5b.json --bsz 8 --pt-compile",

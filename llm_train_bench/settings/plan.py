@@ -172,7 +172,7 @@ def make_plan(
     --amp auto, by default that of current GPUs, or of this machine's CPU. UsageError or ConfigError where
     the run could not work.
     """
-    config = config or load_config(args.config, args.pad_vocab)
+    config = config or load_config(args.config, args.pad_vocab, args.layers)
     if args.bsz == "auto":
 
         def sized(bsz: int) -> Plan:

@@ -20,7 +20,7 @@ from llm_train_bench.base import start
 from llm_train_bench.base.errors import UsageError, one_line, printable, printable_data
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.machine import cpu_name, detect_platform, installed_version
-from llm_train_bench.model.config import ConfigError, load_config, model_name
+from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.json_keys import parse_json, plain_text
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
@@ -40,7 +40,7 @@ def cell_key(cell: Cell, repeat: int | str) -> str:
         details.append(cpu_name())
     text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *details])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
-    return f"{model_name(cell.config)}-{digest}-{repeat}"
+    return f"{cell.model}-{digest}-{repeat}"
 
 
 def _versions(cell: Cell) -> list[str]:
@@ -103,7 +103,7 @@ def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
     """What is known of a run's row before it runs."""
     return {
         "key": cell_key(cell, repeat), "repeat": repeat, "script": cell.script,
-        "model": model_name(cell.config), "flags": dict(cell.flags), "seq_len": cell.seq_len,
+        "model": cell.model, "flags": dict(cell.flags), "seq_len": cell.seq_len,
         "axes": {name: dict(cell.flags).get(name) for name in cell.axes}}  # fmt: skip
 
 

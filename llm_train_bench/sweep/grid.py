@@ -42,6 +42,11 @@ class Cell:
     """Variables that its process has besides ours."""
     seq_len: int | None = dataclasses.field(default=None, compare=False)
 
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return model_name(self.config, dict(self.flags).get("layers"))
+
     def argv(self) -> list[str]:
         """Model and flags as a command line."""
         return [self.config, *to_argv(dict(self.flags))]
@@ -50,7 +55,7 @@ class Cell:
         """The model and the values on the axes."""
         flags = usual_values() | dict(self.flags)
         words = setting_name({axis: flags[axis] for axis in self.axes}, {})
-        return f"{model_name(self.config)} {words}".strip()
+        return f"{self.model} {words}".strip()
 
 
 def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> list[Cell]:
@@ -131,7 +136,7 @@ def differences(e: Experiment, where: str) -> list[str]:
     lines = []
     for (a, ours), (b, theirs) in itertools.pairwise(resolved.items()):
         for left, right in zip(ours, theirs, strict=False):
-            model = model_name(left["config"])
+            model = model_name(left["config"], left["layers"])
             for name in differing(left, right):
                 sides = f"{a} {left[name]}, {b} {right[name]}"
                 lines.append(f"{model}: {name}: {sides}")
