@@ -14,14 +14,13 @@ cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/llm-train-bench
 fixed=""          # the last option that a running container cannot follow
 names="" pairs="" # of --env and --env-file: every name; NAME=VALUE lines
 mounts=()
+podman="" rootless="" # what the engine is
 
 # Variables of the host that concern a run, keys and tokens among them, but no paths: the image has others.
 passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|ROCR|GPU_MAX|DISABLE_ADDMM|GLOO|OMP|UCX|FI|OFI_NCCL|WANDB|HF)_'
 passed_on+='|^CUDA_(VISIBLE_DEVICES|DEVICE_MAX_CONNECTIONS)$'
 passed_on+='|^(NNODES|NODE|WAIT|HEAD|PORT|GPUS|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
 kept_back='_(PATH|HOME|DIR|CACHE|FILE|PLATFORM)$'
-# Variables that name a file, which is mounted at its own path.
-host_files='NCCL_TOPO_FILE LLM_TRAIN_BENCH_HARDWARE'
 
 usage() {
     cat <<END
@@ -139,7 +138,6 @@ find_engine() {
         command -v docker >/dev/null || ! command -v podman >/dev/null || engine=podman
     fi
     command -v "$engine" >/dev/null || lack "no $engine on PATH; install docker, or: sudo apt-get install podman"
-    podman="" rootless=""
     if [[ $("$engine" --version 2>/dev/null) = *podman* ]]; then # some call it docker
         podman=1
         build=${build/docker/$engine}
@@ -190,7 +188,7 @@ mount_arguments() {
     add_mount "$repo" "$workdir"
     add_mount "$output" "$workdir/runs"
     add_mount "$kept" /cache
-    for name in $host_files; do
+    for name in NCCL_TOPO_FILE LLM_TRAIN_BENCH_HARDWARE; do # each names a file, which keeps its path
         [ -z "${!name:-}" ] || variables+=("$name")
         [[ ${!name:-} != /* ]] || add_mount "${!name}" "" ,readonly
     done
@@ -267,8 +265,9 @@ main() {
     variables=("BENCH_GIT_SHA=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)")
     terminal=(-i)
     [ ! -t 0 ] || [ ! -t 1 ] || terminal+=(-t)
-    local format='{{.Config.Image}}|{{index .Config.Labels "llm-train-bench.tree"}}' its_image its_tree
-    if IFS='|' read -r its_image its_tree < <("$engine" container inspect --format "$format" "$container" 2>/dev/null); then
+    local format='{{.Config.Image}}|{{index .Config.Labels "llm-train-bench.tree"}}' its_image="" its_tree
+    IFS='|' read -r its_image its_tree < <("$engine" container inspect --format "$format" "$container" 2>/dev/null) || true
+    if [ -n "$its_image" ]; then # where there is none docker prints an empty line
         enter "$its_image" "$its_tree"
     else
         start

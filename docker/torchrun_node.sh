@@ -29,11 +29,10 @@ if [ -n "$node" ]; then
     done
 fi
 # What gloo and NCCL open is on the interface towards HEAD alone.
-if [ "$NNODES" -gt 1 ] && route=$(ip -o route get "$HEAD" 2>/dev/null) && [[ $route =~ \ dev\ ([^ ]+) ]]; then
-    interface=${BASH_REMATCH[1]}
-    if [ "$interface" != lo ]; then
-        export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
-    fi
+route=$(ip -o route get "$HEAD" 2>/dev/null || true)
+if [ "$NNODES" -gt 1 ] && [[ $route =~ \ dev\ ([^ ]+) ]] && [ "${BASH_REMATCH[1]}" != lo ]; then
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-${BASH_REMATCH[1]}}
+    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-${BASH_REMATCH[1]}}
 fi
 # torchrun, with time to save after SIGTERM; ends with 75 if the run was saved and stopped on request.
 exec python -m llm_train_bench.run.agent "${options[@]}" "$@"

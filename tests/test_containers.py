@@ -46,7 +46,7 @@ info*SecurityOptions*) shown security '[name=seccomp]' ;;
     if [ -e "$here/no_image" ]; then cat "$here/no_image" >&2; exit 1; fi
     if [ -e "$here/images" ] && ! grep -qxF "$last" "$here/images"; then exit 1; fi
     echo example.com/bench@sha256:abc ;;
-"container inspect "*) cat "$here/container" 2> /dev/null || exit 1 ;;
+"container inspect "*) cat "$here/container" 2> /dev/null || {{ echo; exit 1; }} ;;
 esac
 """
 SRUN = """#!/bin/sh
