@@ -79,7 +79,8 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
 def _hide_from_policy(unit: nn.Module) -> None:
     """Run FSDP's hooks of a unit inside a block without the mode of selective checkpointing.
 
-    Forward gathers there, but a recomputation need not, and the mode insists on the same operators.
+    Forward gathers there, but a recomputation need not, and from torch 2.13 on (2.11 does not) the mode
+    insists on the same operators. PyTorch has no public way to leave a mode.
     """
 
     def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,21 +38,23 @@ _c10d = torch.ops._c10d_functional
 
 def set_timeouts(mesh: DeviceMesh, device: torch.device, timeout_s: float) -> None:
     """Give the groups of a mesh the timeout of collectives, which new groups do not inherit."""
+    # Private: a mesh takes no timeout for its groups in torch 2.11 to 2.13, and `new_group`, which does,
+    # would wait for all ranks once for each group.
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(collective_timeout(device, timeout_s), group)
 
 
 class _Collective(torch.autograd.Function):
-    """A collective along dimension 0, by its operator and arguments; the gradient takes the inverse."""
+    """A collective by its operator and arguments, along dimension 0; the gradient takes `back`."""
 
     @staticmethod
-    def forward(ctx, x, op, args, inverse, inverse_args):
-        ctx.inverse, ctx.args = inverse, inverse_args
+    def forward(ctx, x, op, args, back, back_args):
+        ctx.back, ctx.args = back, back_args
         return _c10d.wait_tensor(op(x.contiguous(), *args))
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        grad = ctx.inverse(grad_outputs[0].contiguous(), *ctx.args)
+        grad = ctx.back(grad_outputs[0].contiguous(), *ctx.args)
         return _c10d.wait_tensor(grad), None, None, None, None
 
 
@@ -107,19 +109,6 @@ class _Summed(torch.autograd.Function):
         return grads[0][ctx.saved_tensors[0]], None, None
 
 
-class _Added(torch.autograd.Function):
-    """An all-reduce, and so is the gradient's."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return _c10d.wait_tensor(_c10d.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
-
-
 class RankLayout(ReplicaLayout):
     """One rank among tp x cp ranks that share a batch, ep that share the experts, pp the layers.
 
@@ -146,41 +135,34 @@ class RankLayout(ReplicaLayout):
         """
         replicas, pp = self.fsdp.replicas, self.pp
         dims = ("replicate", "shard") if replicas > 1 else ("shard",)
-        kinds = ("dense", "experts")
         if not self.fsdp.divided:
             sizes = (replicas, self.fsdp.shards)[-len(dims) :]
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=dims)
             set_timeouts(mesh, device, timeout_s)
             self.owners = mesh.get_group(mesh.ndim - 1)
-            return dict.fromkeys(kinds, mesh)
+            return {"dense": mesh, "experts": mesh}
         ranks = torch.arange(pp * self.fsdp.ranks)
-        by_cp = ranks.view(-1, self.cp, self.tp).transpose(1, 2).reshape(-1, self.cp)
 
         def by(n: int) -> torch.Tensor:  # of n neighbours each has another part
             return ranks.view(pp, replicas, -1, n).permute(0, 3, 1, 2)
 
+        # By the dimension that is a group of its own.
         grids = {
-            "dense": (("stage", "tp", "replicate", "shard"), by(self.tp)),
-            "experts": (("stage", "ep", "replicate", "shard"), by(self.ep)),
-            "cp": (("rest", "cp"), by_cp),
-            "batch": (("rest", "batch"), ranks.view(-1, self.tp * self.cp)),
-            "same": (("rest", "same"), ranks.view(pp, -1)),
-            "pp": (("rest", "pp"), ranks.view(pp, -1).T),
-            "owners": (("rest", "owners"), ranks.view(-1, self.fsdp.shards)),
+            "tp": (("stage", "tp", "replicate", "shard"), by(self.tp)),
+            "ep": (("stage", "ep", "replicate", "shard"), by(self.ep)),
+            "cp": (("tp", "cp"), ranks.view(-1, self.cp, self.tp).mT.reshape(-1, self.cp)),
+            "same": (("pp", "same"), ranks.view(pp, -1)),
+            "pp": (("same", "pp"), ranks.view(pp, -1).T),
+            "owners": (("replicate", "owners"), ranks.view(-1, self.fsdp.shards)),
         }
-        meshes = {
-            kind: DeviceMesh(device.type, grid, mesh_dim_names=names)
-            for kind, (names, grid) in grids.items()
-        }
-        for mesh in meshes.values():
-            set_timeouts(mesh, device, timeout_s)
-        of = {"tp": "dense", "ep": "experts"} | {
-            g: g for g in grids if g not in ("dense", "experts")
-        }
-        self.groups = {kind: meshes[mesh].get_group(kind) for kind, mesh in of.items()}
-        self.names = {kind: group.group_name for kind, group in self.groups.items()}
+        meshes = {}
+        for kind, (names, grid) in grids.items():
+            meshes[kind] = DeviceMesh(device.type, grid, mesh_dim_names=names)
+            set_timeouts(meshes[kind], device, timeout_s)
+            self.groups[kind] = meshes[kind].get_group(kind)
+            self.names[kind] = self.groups[kind].group_name
         self.stage, self.owners = self.groups["same"] if pp > 1 else None, self.groups["owners"]
-        return {kind: meshes[kind][dims] for kind in kinds}
+        return {"dense": meshes["tp"][dims], "experts": meshes["ep"][dims]}
 
     def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         """A parameter of that name, or its gradient, whole: a collective that all ranks must join."""
@@ -264,7 +246,10 @@ class RankLayout(ReplicaLayout):
         return _reduce_scatter(x.transpose(0, 1), self.tp, self.names["tp"]).transpose(0, 1)
 
     def added(self, numbers: Tensor) -> Tensor:
-        return _Added.apply(numbers, self.names["tp"]) if self.tp > 1 else numbers
+        if self.tp == 1:
+            return numbers
+        sums = _c10d.all_reduce, ("sum", self.names["tp"])
+        return _Collective.apply(numbers, *sums, *sums)
 
     def highest(self, numbers: Tensor, *kinds: str) -> Tensor:
         for kind in kinds or ("tp",):
