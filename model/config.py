@@ -301,7 +301,9 @@ def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
     raw |= dict.fromkeys([key for key in LAYER_KEYS if key in raw] or LAYER_KEYS[:1], number)
     short = parse_config(raw, config.path, config.vocab_multiple)
     if short.num_hidden_layers != number:  # the family has a list of them, and the file does not
-        raise ConfigError(f"--layers {number}: {config.path} does not list its layers; add the list")
+        raise ConfigError(
+            f"--layers {number}: {config.path} does not list its layers; add the list"
+        )
     name = model_name(config.path, number)
     return dataclasses.replace(short, name=name, first_layers=number)
 

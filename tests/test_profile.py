@@ -262,7 +262,7 @@ def test_tensorboard_hparams_are_those_of_the_run(run):
 
 @pytest.mark.parametrize(
     ("script", "flags"),
-    [("train_fsdp.py", "--profile-start 4 --profile-steps 2 --sac-freq 1/2"),
+    [("train_fsdp.py", "--profile-steps 2 --sac-freq 1/2"),
      ("train_ddp.py", "--pt-compile --profile-steps 1")],
 )  # fmt: skip
 def test_every_rank_leaves_a_trace(script, flags, tmp_path):
@@ -270,11 +270,10 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
     forked(script, argv, TORCHDYNAMO_DISABLE="1")
     r = Result.model_validate(helpers.only_result(tmp_path))
     p = r.profile
-    assert p.in_window is ("--profile-start" in flags)
     for rank in (0, 1):
         (path,) = tmp_path.glob(f"*/trace/rank{rank}.pt.trace.json.gz")
         trace = read_trace(path)
-        assert len(trace.steps) == p.n_steps == (2 if p.in_window else 1)
+        assert len(trace.steps) == p.n_steps == (2 if "2" in flags else 1)
         names = {s.name for spans in trace.host.values() for s in spans}
         assert {"blocks.0", "blocks.3 backward", "loss", "optimizer"} <= names
     assert p.classes_s["communication"] > 0 and p.classes_s["matmul fp32"] > 0
@@ -287,21 +286,6 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
     m, either = r.memory, sum if shards == 1 else max
     kinds = m.parameters_gib + m.optimizer_gib + either((m.activations_gib, m.gradients_gib))
     assert 0 <= m.workspace_gib == pytest.approx(m.peak_gib - kinds)
-    if p.in_window:
-        assert len(r.step_times_s) == 4
-        assert "inside the measured window" in " ".join(r.texts("information"))
-
-
-@pytest.mark.parametrize("start", [1, 3])
-def test_memory_report_and_capture_do_not_disturb_each_other(start, tmp_path):
-    """Two profilers at once end in a segmentation fault: the report gives way, and says so."""
-    flags = "--memory-snapshot --profile --profile-steps 2 --profile-start"
-    r = trained(tmp_path, TINY, flags, start)
-    assert r["profile"]["n_steps"] == 2 and r["status"] == "ok" and r["memory"] is None
-    assert noted(r, "no memory by kind")
-    (path,) = tmp_path.glob("*/trace/rank0.pt.trace.json.gz")
-    names = [s.name for spans in read_trace(path).host.values() for s in spans]
-    assert names.count("forward") == names.count("optimizer") == 2
 
 
 @pytest.mark.parametrize("history", [True, False])

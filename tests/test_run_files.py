@@ -240,6 +240,8 @@ def test_flags_come_and_go(tmp_path, monkeypatch, output_of, refused):
     assert id_of(plain) != id_of(off)  # a fork's flag, of which nobody knows the default
     monkeypatch.setitem(flags.REMOVED, "old_way", False)
     assert id_of(plain) == id_of(off) != id_of(on) == id_of(also_on)
+    monkeypatch.setitem(flags.REMOVED, "old_output", ...)  # which changed only what was written
+    assert id_of(plain) == id_of(trial(tmp_path, "written", args__old_output=3))
     assert "| old-way " in output_of(compare.main, plain, on)
     message = "had --old-way True, and this version has no such flag; delete old_way from a copy"
     refused(train_main, message, "--from", on / "result.json", "--output-dir", tmp_path)

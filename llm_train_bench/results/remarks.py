@@ -109,7 +109,7 @@ def _not_steady(r: "Result") -> Iterator[tuple[str, str]]:
     no_loss = r.status == "ok" and r.loss_known and m.final_loss is None and r.step_times_s
     for applies, text, advice in (
         (r.status != "ok", f"status {r.status}", ""),
-        (profiled_in_window(r), "profiled in the window", "leave out --profile-start"),
+        (profiled_in_window(r), "profiled in the window", "use a later --nsys-start"),
         (m.device_shared, "shared GPU", SHARED),
         (m.window_compile_s, "compiled in the window", compiled),
         (m.window_graphs_recorded, "CUDA graphs recorded in the window", again),
@@ -123,7 +123,7 @@ def _not_steady(r: "Result") -> Iterator[tuple[str, str]]:
 
 
 def profiled_in_window(r: "Result") -> bool:
-    """Whether a profiler was on in some of the measured steps; by default it is on after them."""
+    """Whether a profiler was on in some of the measured steps."""
     if r.profile:
         return r.profile.in_window
     a = r.args

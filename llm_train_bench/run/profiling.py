@@ -101,7 +101,7 @@ class TorchCapture:
         _go_on(self.run)
 
     def _breakdown(self, path: Path) -> Profile:
-        work, schedule = self.run.plan.work, self.run.plan.schedule
+        work = self.run.plan.work
         flops, ideal_s = matmul_work(self.run.result, work)
         trace = read_trace(path)
         self.run.result.observed = observed_in(trace, self.run)
@@ -112,8 +112,7 @@ class TorchCapture:
         fields: dict[str, Any] = {n: getattr(b, n) for n in Profile.model_fields if hasattr(b, n)}
         fraction = ideal_s / b.matmul_s if ideal_s and b.matmul_s else None
         fields |= {"matmul_roof_fraction": fraction} if apart else {"matmul_tflops": None}
-        in_window = schedule.captures_in_window
-        return Profile(**fields, first_step=self.steps.start, in_window=in_window)
+        return Profile(**fields, first_step=self.steps.start, in_window=False)
 
 
 def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profile:

@@ -387,7 +387,6 @@ class ProfileFlags:
 
     profile: Capture some steps with torch.profiler: traces per rank, and a breakdown in
         result.json.
-    profile_start: First captured step, from 0. By default after the window and two warm-up steps.
     profile_steps: Captured steps.
     nsys_start: First captured step, from 0: cudaProfilerStart runs before it (nsys profile -c
         cudaProfilerApi).
@@ -398,7 +397,6 @@ class ProfileFlags:
     """
 
     profile: bool = flag(False, OUTPUT, common=True)
-    profile_start: int | None = flag(None, OUTPUT, needs="profile", at_least=0)
     profile_steps: int = flag(3, OUTPUT, needs="profile", at_least=1, at_most=10**5)
     nsys_start: int | None = flag(None, OUTPUT, at_least=0)
     nsys_end: int | None = flag(None, OUTPUT)
@@ -467,7 +465,7 @@ def usual_values() -> dict[str, Any]:
 
 
 # Flags that are gone, with their last defaults. A result that has one at its default is like any other;
-# at another value it is a setting that nobody can repeat.
+# at another value it is a setting that nobody can repeat. `...`: the flag was of kind OUTPUT.
 REMOVED: dict[str, Any] = {
     "beta1": 0.9,
     "beta2": 0.95,
@@ -478,15 +476,16 @@ REMOVED: dict[str, Any] = {
     "grad_compression": "off",
     "lora_base": "auto",
     "mtp": None,
-    "no_fit_check": False,
-    "nsys_ranks": (),
+    "no_fit_check": ...,
+    "nsys_ranks": ...,
     "numa": False,
-    "peak_fp8_tflops": None,
+    "peak_fp8_tflops": ...,
     "pp_schedule": "auto",
     "prefetch": 1,
-    "profile_attention": False,
-    "profile_shapes": False,
-    "profile_stacks": False,
+    "profile_attention": ...,
+    "profile_shapes": ...,
+    "profile_stacks": ...,
+    "profile_start": ...,
     "val_batches": 8,
 }
 # Values that a flag had before its type changed, and what they are now. Others stay, and nobody can
@@ -505,7 +504,7 @@ def present_flags(args: Mapping[str, Any]) -> dict[str, Any]:
         value = tuple(value) if isinstance(value, list) else value
         if name in FORMER_VALUES and isinstance(value, str | int | float | None):
             value = FORMER_VALUES[name].get(value, value)
-        if name not in REMOVED or value != REMOVED[name]:
+        if name not in REMOVED or REMOVED[name] not in (..., value):
             flags[name] = value
     return flags
 

@@ -309,14 +309,13 @@ def make_schedule(steps: BatchFlags, profile: ProfileFlags, platform: Platform) 
     end = warmup + measured
     captured, profiler = range(0), None
     if profile.profile:
-        start = end + PROFILER_WARMUP if profile.profile_start is None else profile.profile_start
+        start = end + PROFILER_WARMUP
         captured, profiler = range(start, start + profile.profile_steps), "torch"
     elif profile.nsys_start is not None:
         captured, profiler = range(profile.nsys_start, profile.nsys_end or 0), "nsys"
     if captured and captured.start > end + PROFILER_WARMUP:
-        flag = "profile-start" if profile.profile else "nsys-start"
         raise UsageError(
-            f"--{flag} {captured.start}: the measured steps end before step {end}, and a capture may "
+            f"--nsys-start {captured.start}: the measured steps end before step {end}, and a capture may "
             f"begin at step {end + PROFILER_WARMUP} at the latest"
         )
     warmup_s = steps.warmup_seconds
