@@ -7,9 +7,12 @@ add a metric: declare it here and there, and fill it where it is measured.
 import string
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llm_train_bench.base.strict import Strict
+
+# Metrics that are gone, which results of earlier versions have.
+REMOVED_METRICS = ("repeated_steps", "ep_capacity_needed")
 
 
 class Metrics(Strict):
@@ -107,6 +110,13 @@ class Metrics(Strict):
     val_perplexity: float | None = None
     val_loss_before: float | None = None
     val_loss: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {key: value for key, value in content.items() if key not in REMOVED_METRICS}
 
 
 # Columns of runs.csv, and what TensorBoard compares runs by.
