@@ -404,10 +404,6 @@ def resolve_layout(
     if ep > 1:
         _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
         _must_divide("--ep", ep, f"the {shards} ranks of a replica", shards)
-    if tp > config.padded_vocab_size:
-        raise UsageError(
-            f"--tp {tp}: {config.path} has only {config.padded_vocab_size} words; use fewer ranks"
-        )
     ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
     groups = r.groups // tp
     even = cp == 1 or not r or (r.heads // tp % cp == 0 and 0 in (groups % cp, cp % groups))
@@ -422,8 +418,8 @@ def resolve_layout(
     reshard = flags.reshard_after_forward == "always" and pp == 1
     names = "reduce_dtype cpu_offload reduce_last tp cp ep".split()
     same: dict[str, Any] = {name: getattr(flags, name) for name in names}
-    replicas = flags.dp_replicate
-    return Fsdp(shards, replicas, reshard, ulysses=ulysses, pp=pp, virtual=virtual, **same)
+    same |= dict(ulysses=ulysses, pp=pp, virtual=virtual)
+    return Fsdp(shards, flags.dp_replicate, reshard, **same)
 
 
 def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: int | None) -> None:
@@ -434,16 +430,11 @@ def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: in
             f"--pp {pp} x --pp-virtual {virtual} = {fsdp.stages} stages: {config.path} has only "
             f"{config.num_hidden_layers} blocks; use no more stages"
         )
-    if fsdp.layers and len(fsdp.layers) != fsdp.stages:
+    whole = len(fsdp.layers) == fsdp.stages and sum(fsdp.layers) == config.num_hidden_layers
+    if fsdp.layers and not (whole and min(fsdp.layers) > 0):
         raise UsageError(
-            f"--pp-layers: {len(fsdp.layers)} numbers for {fsdp.stages} stages; give one for each"
-        )
-    if fsdp.layers and min(fsdp.layers) < 1:
-        raise UsageError(f"--pp-layers {min(fsdp.layers)}: give each stage 1 or more blocks")
-    if fsdp.layers and sum(fsdp.layers) != config.num_hidden_layers:
-        raise UsageError(
-            f"--pp-layers: the numbers add up to {sum(fsdp.layers)}, but {config.path} has "
-            f"{config.num_hidden_layers} blocks"
+            f"--pp-layers {' '.join(map(str, fsdp.layers))}: give {fsdp.stages} numbers of 1 or more "
+            f"that add up to the {config.num_hidden_layers} blocks of {config.path}"
         )
     if micro < pp or (virtual > 1 and micro % pp):
         few = max(1, -(-micro // pp)) * pp
