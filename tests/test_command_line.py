@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import tomllib
 
 from llm_train_bench.settings.before_torch import check_early
 
@@ -22,7 +21,7 @@ from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.estimate.predict import EstimateArgs, EstimateFlags
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass, remarks_on
 from llm_train_bench.settings.flags import Args, Script, declared, defaults, flag_of, help_texts
-from llm_train_bench.settings.other_names import in_our_words
+from llm_train_bench.settings.other_names import in_our_words, tables
 from tests.helpers import ROOT, python, words
 
 TINY = "configs/gpt2-tiny.json"
@@ -152,8 +151,7 @@ def test_names_of_other_trainers_underscores_and_any_order_are_accepted(command,
 
 
 def test_ten_flags_of_other_trainers_are_ours_and_answers_name_ours(tmp_path):
-    tables = tomllib.loads((ROOT / "llm_train_bench/settings/other_names.toml").read_text())
-    assert len(tables["accepted"]) == 10
+    assert len(tables()["accepted"]) == 10
     assert in_our_words(["--steps", "--steps=5", "--model.steps=5", "steps"]) == [
         "--n-steps", "--n-steps=5", "--model.steps=5", "steps"]  # fmt: skip
     path = tmp_path / "run.yaml"
@@ -164,7 +162,7 @@ def test_ten_flags_of_other_trainers_are_ours_and_answers_name_ours(tmp_path):
     a = parse_args(["--from", str(path), *more], "train.py")
     assert (a.bsz, a.global_bsz, a.grad_acc_steps) == (2, None, 4)
     known = {flag_of(n) for kind in (*KINDS, Args) for n in declared(kind)}
-    for name, table in tables.items():
+    for name, table in tables().items():
         for theirs, ours in table.items():
             named = re.findall(r"--[a-z0-9-]+", f"--{ours}" if name == "accepted" else ours)
             assert set(named) <= known, (theirs, named)

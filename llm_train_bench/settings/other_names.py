@@ -11,9 +11,16 @@ Table = dict[str, str]
 
 
 @functools.cache
-def _tables() -> dict[str, Table]:
+def tables() -> dict[str, Table]:
+    """What other_names.toml says of each name, by table."""
     path = Path(__file__).with_name("other_names.toml")
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    rows = tomllib.loads(path.read_text(encoding="utf-8"))
+    values = rows.pop("values")
+    by_name = {
+        table: {name: ours for ours, names in answers.items() for name in names.split()}
+        for table, answers in rows.items()
+    }
+    return by_name | {"values": values}
 
 
 def _plain(flag: str) -> str:
@@ -23,7 +30,7 @@ def _plain(flag: str) -> str:
 
 def in_our_words(argv: Sequence[str]) -> list[str]:
     """A command line with our names for the flags of others that mean the same."""
-    accepted = _tables()["accepted"]
+    accepted = tables()["accepted"]
     words = []
     for word in argv:
         name, equals, value = word.partition("=")
@@ -34,18 +41,18 @@ def in_our_words(argv: Sequence[str]) -> list[str]:
 
 def surprises(argv: Sequence[str]) -> list[str]:
     """A line on each of these flags whose meaning may surprise."""
-    accepted, remarks = _tables()["accepted"], _tables()["remarks"]
+    accepted, remarks = tables()["accepted"], tables()["remarks"]
     names = [_plain(word) for word in argv if word.startswith("--")]
     return [f"--{n} is --{accepted[n]}: {remarks[n]}" for n in names if n in remarks]
 
 
 def replacement(flag: str, prog: str) -> str | None:
     """What takes the place of another trainer's flag, or of one that is gone; None for an unknown one."""
-    tables, whole = _tables(), _plain(flag)
+    whole = _plain(flag)
     name = whole.rpartition(".")[2]  # of a flag with a section, as in --training.seq-len
-    if ours := tables["accepted"].get(name):
+    if ours := tables()["accepted"].get(name):
         return f"--{ours}"
-    answers = tables["answered"] | tables.get(prog, {})
+    answers = tables()["answered"] | tables().get(prog, {})
     answer = answers.get(whole) or answers.get(name)
     if answer is None and whole.replace("-", "_") in REMOVED:
         return "it is gone, and CHANGELOG.md says what to do instead"
@@ -54,4 +61,4 @@ def replacement(flag: str, prog: str) -> str | None:
 
 def right_value(flag: str, text: str) -> str | None:
     """The flag with our value in place of another trainer's."""
-    return _tables()["values"].get(f"{flag} {text}")
+    return tables()["values"].get(f"{flag} {text}")
