@@ -3,8 +3,8 @@
 A row has the keys of a config.json in the order in which they are read. A plain value is transformers'
 default of an absent key, and tells what it is: a whole number from 1 on (`...` has no default, None may
 be null), a number above 0, true or false, or the only text implemented. RULES has the keys that are read
-in another way. An entry may also be a rule itself, alone or with its options: a method of Reader that may
-use what was read before. An entry called like a field of ours is no key: its rule computes the field.
+in another way. A tuple is a rule with its options, mostly a method of Reader: it may use what was read
+before. An entry called like a field of ours is no key: its rule computes the field.
 """
 
 import math
@@ -32,12 +32,8 @@ class Reader(Keys):
         """Read a row's keys into `self.values`."""
         by_type = {bool: Keys.boolean, float: Keys.number, str: Reader.one_of}
         for key, entry in row.items():
-            if key in RULES and not isinstance(entry, tuple):
-                entry = (RULES[key], entry)
-            elif callable(entry):
-                entry = (entry,)
-            elif not isinstance(entry, tuple):
-                entry = (by_type.get(type(entry), Keys.integer), entry)
+            if not isinstance(entry, tuple):
+                entry = (RULES.get(key) or by_type.get(type(entry), Keys.integer), entry)
             rule, *options = entry
             self.values[key] = rule(self, self.spelling(key), *options)
 
@@ -178,10 +174,6 @@ class Reader(Keys):
         self.raw = self.raw | {"num_hidden_layers": len(kinds)}
         return kinds
 
-    def untied(self, key: str) -> bool:
-        """True or false, of which only false is implemented."""
-        return self.boolean(key, False) and self.only(key, False)
-
     def layers_of(self, _: str, *kinds: str) -> Layers:
         """The layers of these kinds."""
         of_layer = self.values["layers_block_type"]
@@ -282,14 +274,6 @@ class Reader(Keys):
             trained = inner.integer(TRAINED)
         return inner.number(key), trained
 
-    def minimax_part(self, key: str) -> float:
-        """The rotated part of a head, which MiniMax-M2's files give as a number of elements."""
-        size = self.integer("rotary_dim", None)
-        if size is not None:
-            self.raw = {key: size / self.values["head_dim"]} | self.raw
-        return self.number(key, 1.0)
-
-    # What follows from several keys.
     def rotary_parameters(self) -> Keys:
         """Those of rope_scaling or, in later files, of rope_parameters."""
         where = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
@@ -298,27 +282,23 @@ class Reader(Keys):
             raise self.error(where, f"must be an object or null, found {kind_of(parameters)}")
         return Keys(parameters, self.where, prefix=where + ".")
 
-    def rotary(self, family_keys: list[str]) -> Fields:
-        """The base and the scaling of rotary frequencies, and how much of a head rotates."""
-        inner, has_part = self.rotary_parameters(), PART in self.values
+    def rotary(self, key: str, default: float, family_keys: str = "") -> float:
+        """The base of rotary frequencies; their scaling becomes the value of rope_scaling.
+
+        A family may have keys of its own among the rotary parameters; some have no meaning for text.
+        """
+        theta, inner = self.number(key, default), self.rotary_parameters()
         where = inner.prefix[:-1]
         self.used |= {"rope_scaling", "rope_parameters"}
         if any(isinstance(value, dict) for value in inner.raw.values()):
             why = "rotary parameters that differ by layer type are not implemented"
             raise self.error(where, why)
-        theta = inner.number("rope_theta", self.values["rope_theta"])
+        theta = inner.number(key, theta)
         kind, old = inner.raw.get("rope_type"), inner.raw.get("type")
-        inner.used |= {"rope_type", "type", *family_keys}
+        inner.used |= {"rope_type", "type", PART, *family_keys.split()}
         if kind and old and kind != old:
             raise self.error(where, f"rope_type {kind!r} and type {old!r} disagree")
-        kind = kind or old or "default"
-        for place in (self, inner):
-            part = place.number(PART, 1.0)
-            if place.raw.get(PART, 1) is None and (has_part or place is inner):
-                raise place.error(PART, "must be a number, found null")
-            if not has_part and part != 1.0:
-                raise place.error(PART, "only 1 (the whole head) is implemented")
-        scaling = None
+        kind, scaling = kind or old or "default", None
         if kind == "linear":
             scaling = RopeScaling("linear", inner.number("factor"))
         elif kind == "llama3":
@@ -330,21 +310,15 @@ class Reader(Keys):
         elif kind == "yarn":
             scaling = self.yarn(inner)
             if theta <= 1:
-                place = inner if "rope_theta" in inner.raw else self
-                raise place.error("rope_theta", "must be above 1 for rope type 'yarn'")
+                place = inner if key in inner.raw else self
+                raise place.error(key, "must be above 1 for rope type 'yarn'")
         elif kind != "default":
             known = "default, linear, llama3 and yarn"
             raise self.error(where, f"rope type {kind!r} is not implemented; there are {known}")
         if extra := inner.leftover():
             raise self.error(where, f"{extra[0]!r} has no meaning for rope type {kind!r}")
-        fields = dict(rope_theta=theta, rope_scaling=scaling)
-        if has_part and "kv_lora_rank" not in self.values:
-            head_dim = self.values["head_dim"]
-            turned = int(head_dim * inner.number(PART, self.values[PART]))
-            if not 2 <= turned <= head_dim:
-                raise self.error(PART, f"would rotate {turned} of a head's {head_dim} elements")
-            fields["rotary_size"] = None if turned == head_dim else turned
-        return fields
+        self.values["rope_scaling"] = scaling
+        return theta
 
     def trained_positions(self, inner: Keys) -> int:
         """As in transformers, a value at the top level overrides the one inside."""
@@ -366,17 +340,55 @@ class Reader(Keys):
             raise inner.error("beta_fast", "is below beta_slow")
         return Yarn(factor, original, fast, slow, rounded, gain)
 
-    def narrow_attention(self, scaling: RopeScaling | Yarn | None) -> Fields:
+    def whole_head(self, key: str) -> None:
+        """No part of a head alone may rotate; null is the default, but not among rotary parameters."""
+        inner = self.rotary_parameters()
+        for place in (self, inner):
+            if place.number(key, 1.0) != 1.0:
+                raise place.error(key, "only 1 (the whole head) is implemented")
+        if inner.raw.get(key, 1.0) is None:
+            raise inner.error(key, "must be a number, found null")
+
+    def part(self, key: str, default: float) -> float:
+        """The part of a head that rotates; that among rotary parameters wins."""
+        inner = self.rotary_parameters()
+        for place in (self, inner):
+            if place.raw.get(key, default) is None:
+                raise place.error(key, "must be a number, found null")
+        return inner.number(key, self.number(key, default))
+
+    def rotary_size(self, key: str, default: float) -> int | None:
+        """Rotated elements of a head; None if that is all."""
+        head_dim = self.values["head_dim"]
+        turned = int(head_dim * self.part(key, default))
+        if not 2 <= turned <= head_dim:
+            raise self.error(key, f"would rotate {turned} of a head's {head_dim} elements")
+        return None if turned == head_dim else turned
+
+    def minimax_size(self, key: str) -> int | None:
+        """The same; MiniMax-M2's files give the number of elements."""
+        size = self.integer("rotary_dim", None)
+        if size is not None:
+            self.raw = {key: size / self.values["head_dim"]} | self.raw
+        return self.rotary_size(key, 1.0)
+
+    def latent_part(self, key: str) -> None:
+        """The part of a head that must be that of qk_rope_head_dim, where it is given."""
+        self.part(key, 1.0)
+        rotated, part = self.values["qk_rope_head_dim"], self.rotary_parameters().raw.get(key)
+        if part is not None and int((self.values["qk_nope_head_dim"] + rotated) * part) != rotated:
+            raise self.error("rope_parameters", f"{key} must be that of qk_rope_head_dim")
+
+    # What follows from several keys.
+    def narrow_attention(self) -> Fields:
         """Attention through narrow layers, and its scale, which YaRN raises."""
         if self.values["attention_bias"]:
             raise self.error("attention_bias", "only false is implemented for this family")
-        latent, rope = Latent(**self.ours(LATENT)), self.rotary_parameters().raw
+        latent, scaling = Latent(**self.ours(LATENT)), self.values["rope_scaling"]
         head_dim = latent.nope_dim + latent.rope_dim
-        scale, part = head_dim**-0.5, rope.get(PART) if PART in self.values else None
-        if isinstance(scaling, Yarn) and rope.get("mscale_all_dim"):
-            scale *= yarn_mscale(scaling.factor, rope["mscale_all_dim"]) ** 2
-        if part is not None and int(head_dim * part) != latent.rope_dim:
-            raise self.error("rope_parameters", f"{PART} must be that of qk_rope_head_dim")
+        scale, mscale = head_dim**-0.5, self.rotary_parameters().raw.get("mscale_all_dim")
+        if isinstance(scaling, Yarn) and mscale:
+            scale *= yarn_mscale(scaling.factor, mscale) ** 2
         pairs = "neighbours" if self.values["rope_interleave"] else "halves"
         return dict(head_dim=head_dim, latent=latent, attention_scale=scale, rope_pairs=pairs)
 
@@ -439,7 +451,6 @@ class Family(NamedTuple):
     router: Fields = NONE  # fields of its experts that no key says
     is_dense: Callable[[Reader], bool] = lambda reader: False  # whether a file has no experts
     recurrent: Fields | None = None  # fields of its recurrent layers that no key says
-    rope_keys: str = ""  # rotary parameters that it alone has; some have no meaning for text
     unread: str = ""  # keys that do not matter to a training step
 
     def read(self, reader: Reader) -> Fields:
@@ -452,10 +463,8 @@ class Family(NamedTuple):
         fields["intermediate_size"] = fields["intermediate_size"] or 4 * hidden  # GPT-2's default
         fields.setdefault("num_key_value_heads", heads)
         fields.setdefault("windows", (reader.window(),) * fields["num_hidden_layers"])
-        if "rope_theta" in reader.values:
-            fields |= reader.rotary(self.rope_keys.split())
         if "kv_lora_rank" in reader.values:
-            fields |= reader.narrow_attention(fields["rope_scaling"])
+            fields |= reader.narrow_attention()
         elif "head_dim" not in fields:
             fields["head_dim"] = reader.divide(hidden, heads)
         if self.recurrent is not None:
@@ -493,10 +502,11 @@ RULES: dict[str, Callable[..., Any]] = dict(
     num_key_value_heads=Reader.kv_heads, head_dim=Reader.head_size, pad_token_id=Reader.pad_token,
     windows=Reader.windows, rope_parameters=Reader.rope_if_absent, local_rope_theta=Reader.two_ropes,
     n_shared_experts=Reader.shared_size, mlp_only_layers=Reader.dense_between,
-    no_rope_layers=Reader.no_rope_layers,
-    first_k_dense_replace=Reader.first_dense, max_window_layers=partial(Keys.integer, minimum=0),
+    no_rope_layers=Reader.no_rope_layers, first_k_dense_replace=Reader.first_dense,
+    rope_theta=Reader.rotary, partial_rotary_factor=Reader.rotary_size,
+    max_window_layers=partial(Keys.integer, minimum=0),
     sliding_window=partial(Keys.integer, null=True), q_lora_rank=partial(Keys.integer, null=True),
-    router_aux_loss_coef=partial(Keys.fraction, below=1e6, bounds="from 0 on"),
+    router_aux_loss_coef=partial(Keys.fraction, below=1e6, to="on"),
     logits_scaling=lambda *read: 1 / Reader.multiplier(*read))
 MULTIPLIERS = "attention_multiplier embedding_multiplier residual_multiplier"
 DROPOUTS = "attention_dropout residual_dropout embd_pdrop resid_pdrop attn_pdrop"
@@ -517,14 +527,14 @@ SPELLINGS = MAMBA_SPELLINGS | dict(
 MODEL = by_key(
     **{name: name for name in """vocab_size tie_word_embeddings num_key_value_heads head_dim mlp_bias
        attention_out_bias initializer_range pad_token_id windows no_rope_layers mlp_alone mixer_alone
-       local_rope_theta""".split()},
+       local_rope_theta rope_theta rope_scaling""".split()}, rotary_size="partial_rotary_factor",
     hidden_size="hidden_size n_embd", num_hidden_layers="num_hidden_layers n_layer",
     num_attention_heads="num_attention_heads n_head", intermediate_size="intermediate_size n_inner",
     max_position_embeddings="max_position_embeddings n_positions", qk_norm="use_qk_norm",
     activation="hidden_act hidden_activation mlp_hidden_act activation_function",
-    norm_eps="rms_norm_eps layer_norm_epsilon",
-    embedding_dropout="embd_pdrop", residual_dropout="resid_pdrop residual_dropout",
-    attention_dropout="attn_pdrop attention_dropout", residual_scale="residual_multiplier",
+    norm_eps="rms_norm_eps layer_norm_epsilon", embedding_dropout="embd_pdrop",
+    residual_dropout="resid_pdrop residual_dropout", attention_dropout="attn_pdrop attention_dropout",
+    residual_scale="residual_multiplier",
     attention_scale="attention_multiplier attention_scale", query_scale="llama_4_scaling_beta",
     embedding_scale="embedding_multiplier embedding_scale", logit_scale="logits_scaling",
     dense_layers="first_k_dense_replace mlp_only_layers mlp_layer_types dense_layers")
@@ -556,44 +566,50 @@ FIRST_NAMES = by_key(
 
 # Rows and fields that several families have.
 only, layers_of = Keys.only, Reader.layers_of
+UNREAD = (lambda reader, key: reader.used.add(key),)
+UNTIED = (lambda reader, key: reader.boolean(key, False) and reader.only(key, False),)
 PLAIN: Fields = dict(gated_mlp=True, rms_norm=True, learned_positions=False, qk_norm=False,
                      mlp_bias=False, embedding_dropout=0.0, residual_dropout=0.0)
 SHAPE: Row = dict(
-    hidden_size=..., num_attention_heads=..., num_hidden_layers=..., max_position_embeddings=2048,
+    hidden_size=..., num_attention_heads=..., num_hidden_layers=..., head_dim=None,
+    max_position_embeddings=2048, rope_theta=1e4, partial_rotary_factor=(Reader.whole_head,),
     vocab_size=..., num_key_value_heads=None, intermediate_size=..., tie_word_embeddings=False,
     attention_dropout=0.0, initializer_range=0.02, pad_token_id=None)
-DECODER: Row = SHAPE | dict(rope_theta=1e4, hidden_act="silu", rms_norm_eps=1e-6)
-LLAMA: Row = DECODER | dict(head_dim=None)
+LLAMA: Row = SHAPE | dict(hidden_act="silu", rms_norm_eps=1e-6)
 BIAS: Row = dict(attention_bias=False)
-BIASES: Row = dict(attention_bias=False, mlp_bias=False)
+BIASED: Row = BIAS | LLAMA
+BIASES: Row = BIASED | dict(mlp_bias=False)
 SIZES: Row = dict(max_position_embeddings=131072, num_key_value_heads=8)
 SWITCHED: Row = dict(max_position_embeddings=32768, sliding_window=4096, use_sliding_window=False)
 SPARSE: Row = dict(decoder_sparse_step=1, mlp_only_layers=None)
 QWEN: Row = LLAMA | SWITCHED | dict(
     num_key_value_heads=32, max_window_layers=28,
     windows=lambda values, layer: layer >= values["max_window_layers"])
-OLMO: Row = LLAMA | BIAS | dict(rms_norm_eps=1e-5, pad_token_id=1)
+OLMO: Row = BIASED | dict(rms_norm_eps=1e-5, pad_token_id=1)
 OLMO_FIXED: Fields = dict(qk_norm=True, whole_qk_norm=True)
-GRANITE: Row = LLAMA | BIASES | dict(attention_multiplier=1.0, embedding_multiplier=1.0,
-                                     residual_multiplier=1.0, logits_scaling=1.0)
+GRANITE: Row = dict(attention_multiplier=1.0, embedding_multiplier=1.0, residual_multiplier=1.0,
+                    logits_scaling=1.0) | BIASES
 ROUTER: Row = dict(num_experts_per_tok=8, router_aux_loss_coef=0.001, router_bias_update_rate=0.0,
                    output_router_logits=False)
 GROUPED: Row = dict(
     moe_intermediate_size=2048, n_shared_experts=1, n_group=1, topk_group=1, norm_topk_prob=True,
     routed_scaling_factor=1.0, scoring_func="sigmoid", n_routed_experts=128)
 GROUPED |= ROUTER | dict(router_aux_loss_coef=0.0)
-DEEPSEEK: Row = DECODER | BIAS | dict(
-    max_position_embeddings=4096, num_key_value_heads=(Reader.all_heads, None), kv_lora_rank=512,
-    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536, topk_method="noaux_tc",
-    moe_layer_freq=(only, 1), rope_interleave=True, first_k_dense_replace=3)
-DEEPSEEK_UNREAD = "quantization_config auto_map head_dim qk_head_dim"  # of weights and code on the Hub
+DEEPSEEK: Row = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+                     q_lora_rank=1536) | BIASED | dict(
+    head_dim=UNREAD, max_position_embeddings=4096, topk_method="noaux_tc",
+    num_key_value_heads=(Reader.all_heads, None), moe_layer_freq=(only, 1), rope_interleave=True,
+    first_k_dense_replace=3)
+DEEPSEEK_UNREAD = "quantization_config auto_map qk_head_dim"  # of weights and code on the Hub
 YARN: Fields = dict(rope_type="yarn", llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
 YARN_KEYS = "llama_4_scaling_beta max_position_embeddings"
-QWEN_HYBRID: Row = LLAMA | BIAS | dict(
+QWEN_HYBRID: Row = BIASED | dict(
     max_position_embeddings=32768, head_dim=256, num_key_value_heads=2, partial_rotary_factor=0.25,
-    full_attention_interval=4, layers=Reader.recurrent_layers, attn_output_gate=(only, True),
+    full_attention_interval=4, layers=(Reader.recurrent_layers,), attn_output_gate=(only, True),
     linear_num_key_heads=16, linear_key_head_dim=128, linear_num_value_heads=32,
     linear_value_head_dim=128, linear_conv_kernel_dim=4)
+# For text all sections of positions are alike.
+MROPE: Row = dict(rope_theta=(Reader.rotary, 1e4, "mrope_section mrope_interleaved"))
 QWEN_FIXED: Fields = dict(qk_norm=True, output_gate=True, norm_offset=True)
 QWEN_EXPERTS: Row = dict(moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512)
 QWEN_EXPERTS |= ROUTER
@@ -602,7 +618,7 @@ DELTA_NET: Fields = dict(delta=True, chunk=64)
 NEMOTRON_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 # Keys that concern its first values, kernels and generation, or that its code does not read.
 NEMOTRON_UNREAD = " ".join(MAMBA_SPELLINGS) + """
-    rope_theta partial_rotary_factor rope_scaling rope_parameters attention_bias sliding_window
+    rope_scaling rope_parameters attention_bias sliding_window
     num_logits_to_keep expand mamba_expand time_step_max mamba_dt_max time_step_limit mamba_dt_limit
     time_step_floor mamba_dt_init_floor time_step_rank rescale_prenorm_residual use_mamba_kernels
     mamba_ssm_cache_dtype moe_shared_expert_overlap residual_in_fp32 hidden_dropout norm_eps rms_norm_eps
@@ -615,15 +631,15 @@ FAMILIES: dict[str, Family] = {
              layer_norm_epsilon=1e-5, tie_word_embeddings=True, initializer_range=0.02),
         dict(gated_mlp=False, rms_norm=False, learned_positions=True, rope_theta=0.0, rope_scaling=None,
              pad_token_id=None, qkv_bias=True, attention_out_bias=True, mlp_bias=True)),
-    "llama": Family(LLAMA | BIASES),
+    "llama": Family(BIASES),
     "mistral": Family(LLAMA | SIZES | dict(sliding_window=4096)),
     "qwen2": Family(QWEN, dict(qkv_bias=True)),
-    "qwen3": Family(QWEN | BIAS | dict(head_dim=128), dict(qk_norm=True)),
+    "qwen3": Family(BIAS | QWEN | dict(head_dim=128), dict(qk_norm=True)),
     "phi3": Family(LLAMA | dict(
         max_position_embeddings=4096, rms_norm_eps=1e-5, partial_rotary_factor=1.0, sliding_window=None,
         pad_token_id=32000, embd_pdrop=0.0, resid_pdrop=0.0)),
     "olmo2": Family(OLMO, OLMO_FIXED | dict(norm_after=True)),
-    "smollm3": Family(LLAMA | BIASES | dict(
+    "smollm3": Family(BIASES | dict(
         max_position_embeddings=32768, num_key_value_heads=4, rope_theta=2e6, pad_token_id=128004,
         tie_word_embeddings=True, no_rope_layer_interval=4, no_rope_layers=None,
         sliding_window=None, use_sliding_window=False,
@@ -638,7 +654,7 @@ FAMILIES: dict[str, Family] = {
         OLMO | dict(max_position_embeddings=4096, clip_qkv=(only, None)), OLMO_FIXED,
         experts=dict(norm_topk_prob=False, num_experts=64) | ROUTER | dict(router_aux_loss_coef=0.01)),
     "qwen3_moe": Family(
-        LLAMA | BIAS | SWITCHED | SPARSE | dict(num_key_value_heads=4), dict(qk_norm=True),
+        BIASED | SWITCHED | SPARSE | dict(num_key_value_heads=4), dict(qk_norm=True),
         experts=dict(moe_intermediate_size=768, norm_topk_prob=False, num_experts=128) | ROUTER),
     "gpt_oss": Family(
         dict(rope_parameters=dict(rope_type="yarn", factor=32.0, truncate=False, **{TRAINED: 4096}))
@@ -654,7 +670,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK, experts=GROUPED | dict(n_group=8, topk_group=4, routed_scaling_factor=2.5,
                                          n_routed_experts=256), unread=DEEPSEEK_UNREAD)),
     "glm4_moe": Family(
-        LLAMA | BIAS | SIZES | dict(rms_norm_eps=1e-5, partial_rotary_factor=0.5, use_qk_norm=False,
+        BIASED | SIZES | dict(rms_norm_eps=1e-5, partial_rotary_factor=0.5, use_qk_norm=False,
                                     first_k_dense_replace=1),
         dict(attention_out_bias=False), experts=GROUPED | dict(moe_intermediate_size=1408)),
     "olmo3": Family(
@@ -663,33 +679,33 @@ FAMILIES: dict[str, Family] = {
         OLMO_FIXED | dict(norm_after=True)),
     "ministral3": Family(
         dict(rope_parameters=YARN | dict(rope_theta=1e6, factor=16.0, **{TRAINED: 16384}),
-             llama_4_scaling_beta=Reader.query_scale)
+             llama_4_scaling_beta=(Reader.query_scale,))
         | LLAMA | dict(max_position_embeddings=262144, num_key_value_heads=8, head_dim=128,
-                       rms_norm_eps=1e-5, pad_token_id=11, sliding_window=None),
-        rope_keys=YARN_KEYS),
+                       rms_norm_eps=1e-5, pad_token_id=11, sliding_window=None,
+                       rope_theta=(Reader.rotary, 1e4, YARN_KEYS))),
     "mistral4": Family(
         dict(rope_parameters=YARN | dict(rope_theta=1e4, factor=128.0, **{TRAINED: 8192}),
-             llama_4_scaling_beta=Reader.query_scale)
+             llama_4_scaling_beta=(Reader.query_scale,))
         | DEEPSEEK | dict(
             max_position_embeddings=1048576, num_key_value_heads=(Reader.all_heads, 32), pad_token_id=11,
-            intermediate_size=12288, partial_rotary_factor=1.0, kv_lora_rank=256, qk_nope_head_dim=64,
-            q_lora_rank=1024, head_dim=(Reader.only_sum, "qk_nope_head_dim", "qk_rope_head_dim"),
+            intermediate_size=12288, rope_theta=(Reader.rotary, 1e4, YARN_KEYS), kv_lora_rank=256,
+            qk_nope_head_dim=64, q_lora_rank=1024, partial_rotary_factor=(Reader.latent_part,),
+            head_dim=(Reader.only_sum, "qk_nope_head_dim", "qk_rope_head_dim"),
             first_k_dense_replace=0),
-        experts=GROUPED | dict(scoring_func="softmax", num_experts_per_tok=4),
-        rope_keys=YARN_KEYS, unread=DEEPSEEK_UNREAD),
+        experts=GROUPED | dict(scoring_func="softmax", num_experts_per_tok=4), unread=DEEPSEEK_UNREAD),
     "minimax_m2": Family(
         LLAMA | dict(
             max_position_embeddings=196608, num_key_value_heads=8, head_dim=128, rope_theta=5e6,
-            partial_rotary_factor=Reader.minimax_part, intermediate_size=1536,
+            partial_rotary_factor=(Reader.minimax_size,), intermediate_size=1536,
             router_jitter_noise=(only, 0), use_qk_norm=(only, True), qk_norm_type="per_layer"),
         dict(whole_qk_norm=True),
         experts=dict(scoring_func="sigmoid", shared_intermediate_size=(only, 0),
                      use_routing_bias=(only, True), num_local_experts=256) | ROUTER,
         router=dict(normalised=True), unread="use_mtp mtp_transformer_layers"),
     "hy_v3": Family(
-        LLAMA | BIASES | SIZES | dict(
+        BIASES | SIZES | dict(
             head_dim=128, rope_theta=11158840.0, rms_norm_eps=1e-5, initializer_range=0.006,
-            intermediate_size=13312, mlp_layer_types=Reader.dense_by_name, qk_norm=(only, True)),
+            intermediate_size=13312, mlp_layer_types=(Reader.dense_by_name,), qk_norm=(only, True)),
         dict(qk_norm=True),
         experts=dict(moe_intermediate_size=1536, num_shared_experts=(Reader.shared_size, 1, 1),
                      route_norm=(only, True), moe_router_use_sigmoid=(only, True),
@@ -700,16 +716,16 @@ FAMILIES: dict[str, Family] = {
         router=dict(scores="sigmoid", normalised=True), unread="enable_moe_fp32_combine"),
     "gemma3_text": Family(  # its files on the Hub leave out what is at its defaults
         dict(sliding_window_pattern=6, rope_local_base_freq=1e4, local_rope_theta=1e6)
-        | SHAPE | BIAS | dict(
+        | BIAS | SHAPE | dict(
             vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
             num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
             hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True, pad_token_id=0,
-            rope_theta=1e4, rms_norm_eps=1e-6, query_pre_attn_scalar=256.0, sliding_window=4096,
+            rms_norm_eps=1e-6, query_pre_attn_scalar=256.0, sliding_window=4096,
             windows=lambda values, layer: (layer + 1) % values["sliding_window_pattern"] != 0,
-            attention_scale=lambda reader, _: reader.values["query_pre_attn_scalar"] ** -0.5,
-            embedding_scale=lambda reader, _: reader.values["hidden_size"] ** 0.5),
+            attention_scale=(lambda reader, _: reader.values["query_pre_attn_scalar"] ** -0.5,),
+            embedding_scale=(lambda reader, _: reader.values["hidden_size"] ** 0.5,)),
         dict(qk_norm=True, norm_around=True, norm_offset=True)),
-    "seed_oss": Family(LLAMA | BIASES | dict(
+    "seed_oss": Family(BIASES | dict(
         max_position_embeddings=524288, num_key_value_heads=8, head_dim=128, attention_bias=True,
         pad_token_id=1, intermediate_size=27648, attention_dropout=0.1, attention_out_bias=False,
         residual_dropout=0.1)),
@@ -718,21 +734,21 @@ FAMILIES: dict[str, Family] = {
         experts=QWEN_EXPERTS | dict(norm_topk_prob=True, num_experts_per_tok=10),
         router=dict(shared_gate=True), recurrent=DELTA_NET, unread=QWEN_UNREAD),
     "qwen3_5_text": Family(
-        QWEN_HYBRID | dict(num_key_value_heads=4), QWEN_FIXED, recurrent=DELTA_NET,
-        rope_keys="mrope_section mrope_interleaved", unread=QWEN_UNREAD + " mlp_only_layers"),
-    "qwen3_5_moe_text": Family(
-        QWEN_HYBRID | dict(intermediate_size=1), QWEN_FIXED,  # no layer has an MLP of that size
-        experts=QWEN_EXPERTS | dict(num_experts=256), router=dict(normalised=True, shared_gate=True),
-        recurrent=DELTA_NET, rope_keys="mrope_section mrope_interleaved",
+        QWEN_HYBRID | MROPE | dict(num_key_value_heads=4), QWEN_FIXED, recurrent=DELTA_NET,
         unread=QWEN_UNREAD + " mlp_only_layers"),
+    "qwen3_5_moe_text": Family(
+        QWEN_HYBRID | MROPE | dict(intermediate_size=1), QWEN_FIXED,  # no layer has an MLP of that size
+        experts=QWEN_EXPERTS | dict(num_experts=256), router=dict(normalised=True, shared_gate=True),
+        recurrent=DELTA_NET, unread=QWEN_UNREAD + " mlp_only_layers"),
     "nemotron_h": Family(
-        dict(layers_block_type=Reader.nemotron_kinds) | SHAPE | dict(
+        dict(layers_block_type=(Reader.nemotron_kinds,)) | SHAPE | dict(
+            rope_theta=UNREAD, partial_rotary_factor=UNREAD,
             max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, intermediate_size=21504,
             mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, pad_token_id=0, time_step_min=0.001,
             n_groups=8, ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=64, conv_kernel=4,
             chunk_size=128, mamba_hidden_act="silu", use_conv_bias=True,
             mamba_proj_bias=(only, False), use_bias=False,  # of both, the second counts
-            mlp_bias=False, tie_word_embeddings=Reader.untied, layers=(layers_of, "linear_attention"),
+            mlp_bias=False, tie_word_embeddings=UNTIED, layers=(layers_of, "linear_attention"),
             dense_layers=(layers_of, "mlp"), mlp_alone=(layers_of, "moe", "mlp"),
             no_rope_layers=(layers_of, *NEMOTRON_LETTERS.values()),
             mixer_alone=(layers_of, "linear_attention", "full_attention")),
@@ -744,12 +760,13 @@ FAMILIES: dict[str, Family] = {
         unread=NEMOTRON_UNREAD),
     "granitemoehybrid": Family(
         dict(num_local_experts=(Keys.get, 8), shared_intermediate_size=1024,
-             layers_block_type=Reader.preferred_layer_types)
+             layers_block_type=(Reader.preferred_layer_types,))
         | GRANITE | dict(
-            intermediate_size=Reader.granite_width, layers=Reader.recurrent_layers, mamba_n_heads=128,
-            mamba_expand=2, mamba_d_head=Reader.mamba_head_size, time_step_limit=Reader.step_limits,
+            intermediate_size=(Reader.granite_width,), layers=(Reader.recurrent_layers,),
+            no_rope_layers=(Reader.unrotated_layers,), mamba_n_heads=128, mamba_expand=2,
+            mamba_d_head=(Reader.mamba_head_size,), time_step_limit=(Reader.step_limits,),
             mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_chunk_size=256,
-            mamba_conv_bias=True, mamba_proj_bias=False, no_rope_layers=(Reader.unrotated_layers,)),
+            mamba_conv_bias=True, mamba_proj_bias=False),
         dict(mlp_bias=False), experts=dict(num_local_experts=8) | ROUTER | dict(num_experts_per_tok=2),
         router=dict(scores="softmax_chosen"), is_dense=Reader.granite_is_dense,
         recurrent=dict(delta=False)),

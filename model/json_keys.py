@@ -132,13 +132,11 @@ class Keys:
             raise self.error(key, "is absurdly large" if value > 1 else "must be well above 0")
         return float(value)
 
-    def fraction(
-        self, key: str, default: float, below: float = 1, bounds: str = "from 0 to below 1"
-    ) -> float:
+    def fraction(self, key: str, default: float, below: float = 1, to: str = "to below 1") -> float:
         """A number from 0 to below 1, such as a dropout rate; null is none."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
-            raise self.error(key, f"must be a number {bounds}")
+            raise self.error(key, f"must be a number from 0 {to}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
