@@ -18,12 +18,12 @@ from llm_train_bench.model.families import (
     MTP_FAMILIES,
     MTP_KEYS,
     NOT_IMPLEMENTED,
+    Reader,
     from_first_dialect,
 )
 from llm_train_bench.model.json_keys import (
     CONFIGS,
     ConfigError,
-    Keys,
     is_directory,
     kind_of,
     parse_json,
@@ -311,15 +311,15 @@ def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
 def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
     path = Path(path)
-    keys = Keys(raw, str(path))
+    keys = Reader(raw, str(path))
     if "arch_name" in raw and "model_type" not in raw:
         raw = from_first_dialect(keys)
-        keys = Keys(raw, str(path))
+        keys = Reader(raw, str(path))
     if (reason := NOT_IMPLEMENTED.get(str(raw.get("model_type")))) is not None:
         why = f"{reason} are not implemented; there are {', '.join(FAMILIES)}"
         raise keys.error("model_type", why)
     model_type = keys.choice("model_type", tuple(FAMILIES))
-    fields = FAMILIES[model_type](keys)
+    fields = FAMILIES[model_type].read(keys)
     if model_type in MTP_FAMILIES:
         further = [keys.integer(key, 0, minimum=0, null=True) or 0 for key in MTP_KEYS]
         given = any(key in raw for key in MTP_KEYS)

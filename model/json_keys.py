@@ -132,11 +132,11 @@ class Keys:
             raise self.error(key, "is absurdly large" if value > 1 else "must be well above 0")
         return float(value)
 
-    def fraction(self, key: str, default: float) -> float:
-        """A number from 0 to below 1, such as a dropout rate."""
+    def fraction(self, key: str, default: float, below: float = 1, to: str = "to below 1") -> float:
+        """A number from 0 to below 1, such as a dropout rate; null is none."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise self.error(key, "must be a number from 0 to below 1")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
+            raise self.error(key, f"must be a number from 0 {to}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -146,11 +146,12 @@ class Keys:
             raise self.error(key, f"must be true or false, found {kind_of(value)}")
         return value
 
-    def only(self, key: str, neutral: Any) -> None:
-        """Refuse any other value than the one that is implemented."""
+    def only(self, key: str, neutral: Any) -> Any:
+        """The only value that is implemented."""
         value = self.get(key, neutral)
         if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
             raise self.error(key, f"only {json.dumps(neutral)} is implemented")
+        return neutral
 
     def activation(self, key: str, default: str) -> str:
         """Our name of an activation function that is implemented."""

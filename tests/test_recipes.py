@@ -26,8 +26,8 @@ TRAIN = words("train.py new.json --device cpu --amp off --bsz 2 --seq-len 16 --w
 FLAGS, METRICS = "llm_train_bench/settings/flags.py", "llm_train_bench/results/metrics.py"
 # For a family, a flag and a metric: the file, the place, and the text to insert before it.
 INSERTIONS = [
-    ("model/families.py", '    "mistral": functools.partial(',
-     '    "newcomer": functools.partial(_llama_family, positions=64, qk_norm=True),\n'),
+    ("model/families.py", '    "mistral": Family(',
+     '    "newcomer": Family(LLAMA | dict(max_position_embeddings=64), dict(qk_norm=True)),\n'),
     ("model/hf.py", 'ARCHITECTURES["kimi_k2"]', 'ARCHITECTURES["newcomer"] = "Qwen3ForCausalLM"\n'),
     (FLAGS, "    grad_clip: float = flag(",
      "    lr_power: float = flag(1.0, LEARNT, above=0, at_most=2)\n"),
