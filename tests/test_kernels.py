@@ -14,16 +14,17 @@ from llm_train_bench.model import init
 CUDA = torch.cuda.is_available()
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+@pytest.fixture(scope="module")
+def kernels():
     if "triton" in sys.modules and not CUDA:  # by another test: too late for its interpreter
         pytest.skip("Triton is imported without its interpreter; run this file alone")
-    pytest.importorskip("triton")
-    from llm_train_bench.model import triton_kernels
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            patch.setenv("TRITON_INTERPRET", "1")
+        pytest.importorskip("triton")
+        from llm_train_bench.model import triton_kernels
 
-    return triton_kernels
+        yield triton_kernels
 
 
 @pytest.mark.parametrize("n", [1, 2, 2049, 70_001])
