@@ -33,7 +33,7 @@ from llm_train_bench.run import failures
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.signals import end_at_first, handled_by
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import RankFlags, SaveFlags, Script, flag_of
+from llm_train_bench.settings.flags import RankFlags, Script, flag_of
 from llm_train_bench.settings.plan import make_plan
 
 
@@ -208,4 +208,4 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
         )
         return config, [sys.executable, "-u", str(Path(script).resolve()), *argv]
 
-    return run_agent(configure, prog, args.part(SaveFlags))
+    return run_agent(configure, prog, args.save_every > 0)
