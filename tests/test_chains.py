@@ -21,7 +21,7 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("kind, second", [("script", "all ranks"), ("agents", "one rank")])
 def test_a_chain_ends_as_the_run_that_nobody_disturbed(kind, second, reference, tmp_path):
     kills, given = [("one rank", "while training"), (second, "in set-up")], kind == "script"
-    script = chains.Script(inner=True, auto=False, given=given, save_dir=not given, kills=kills)
+    script = chains.Script(inner=True, auto=False, given=given, kills=kills)
     # A loaded machine may see the second set-up only when it is over.
     assert chains.chain(0, reference, kind, random.Random(7), tmp_path, script) >= 1
 
@@ -48,7 +48,7 @@ def test_a_signal_saves_all_ranks_at_one_step_and_auto_goes_on(tmp_path):
         chains.wait_for((out / "r/steps.jsonl").read_text, job, log)
         job.signal_launchers(signal.SIGTERM)
         assert job.finish() == [75], log.read_text()
-    r, step = read_result(out / "r/result.json"), step_of(faults.last_of([out / "r/checkpoints"]))
+    r, step = read_result(out / "r/result.json"), step_of(faults.last_of(out / "r/checkpoints"))
     assert r.status == "preempted" and f"saved at step {step}" in (r.error or "")
     assert run_train(*argv, "--bsz", "4") == 0
     r = read_result(out / "r-restart1/result.json")

@@ -221,6 +221,7 @@ def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
         word = json.loads(before)
         last = Lineage.model_validate(word["lineage"])
         top, place = Path(word["directory"]).parent, Path(word["place"])
+        place = place if place.is_dir() else None  # it did not get so far
     elif restarts:
         place, last = _place_of_launcher(top)
         if last is None:
@@ -230,7 +231,7 @@ def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
     name = last.name if last else name
     resumes = last is not None or saving.resume == "auto"
     try:
-        if place and place.is_dir():
+        if place:
             # Checkpoints that can only be read are good enough for a run that saves none.
             with contextlib.nullcontext() if saving.save_every else contextlib.suppress(OSError):
                 leases.append(Lease(place))
@@ -240,8 +241,6 @@ def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
             raise UsageError(
                 f"{place}: none of its checkpoints can be read ({why}); move it away to start anew"
             )
-        if place and last is None:
-            last = lineage_of(place, checkpoint)
         if checkpoint is None and saving.resume not in (None, "auto"):
             checkpoint = manifests.find_checkpoint(Path(saving.resume), notes)
         elif checkpoint is None and resumes:
@@ -250,6 +249,9 @@ def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
         if checkpoint:
             manifest = manifests.read_manifest(checkpoint)
             manifests.check_same_training(manifest, checkpoint, plan)
+        if place and last is None:
+            record = place_record(place)
+            last = record.lineage if record else manifest and manifest.lineage
     except BaseException:
         for lease in leases:
             lease.release()
@@ -258,13 +260,6 @@ def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
     lineage, directory = _next(last, name, top, resumes or restarts > 0, began)
     place = place or (directory / "checkpoints").absolute()
     return Attempt(lineage, directory, place, saving.save_every > 0, checkpoint, manifest, notes)
-
-
-def lineage_of(place: Path, checkpoint: Path | None) -> Lineage | None:
-    """The lineage that saved in a directory, by its record, or by its newest good checkpoint."""
-    if record := place_record(place):
-        return record.lineage
-    return manifests.read_manifest(checkpoint).lineage if checkpoint else None
 
 
 def _place_of_launcher(top: Path) -> tuple[Path, Lineage] | tuple[None, None]:

@@ -28,7 +28,6 @@ from llm_train_bench.results.console import say
 from llm_train_bench.run.checkpoint import manifest as manifests
 from llm_train_bench.run.checkpoint import training_state
 from llm_train_bench.run.checkpoint.durable import SAVE_S, Files, commit, failure_of
-from llm_train_bench.run.checkpoint.lineage import Lease
 from llm_train_bench.run.failures import SAVES
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.signals import ENDING, SAVING, Heard, handled_by, ignore, signal_said
@@ -302,7 +301,8 @@ class Saver:
         manifest = self._manifest(save.step, shares, content)
         self.files.write(part / manifests.MANIFEST, [manifest.text().encode()])
         self.files.synchronize(self.run.steps.fileno())
-        if not cast(Lease, self.run.attempt.lease).held():
+        lease = self.run.attempt.lease
+        if not (lease and lease.held()):
             raise ValueError(f"another run saves in {self.directory}")
         if not save.fate.acquire(blocking=False):
             raise ValueError("given up")
