@@ -131,11 +131,7 @@ VAL_BATCHES = 8  # micro batches of a validation loss
 
 
 def open_data(
-    flags: DataFlags,
-    work: Work,
-    n_steps: int,
-    device: torch.device,
-    packing: Packing | None = None,
+    flags: DataFlags, work: Work, n_steps: int, device: torch.device, packing: Packing | None = None
 ) -> tuple[Source, Validation | None]:
     """Training data and, if asked for, validation data; UsageError if one cannot serve the run.
 

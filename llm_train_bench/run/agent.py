@@ -7,16 +7,14 @@ end, and ends with 75 if they did. It says in one line, and in the result, what 
 """
 
 import contextlib
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,6 @@ from llm_train_bench.settings.flags import RankFlags
 
 # torch wraps methods of its agent in a decorator without types.
 TorchAgent: Any = LocalElasticAgent
-PREFIX = "llm-train-bench-"
 # Seconds that ranks have to save and to end.
 PATIENCE_S = int(SAVE_S) + 90
 
@@ -106,8 +103,10 @@ def run_agent(
                     os.killpg(pid, signal.SIGQUIT)
 
     numbers = (*ENDING, signal.SIGUSR1) if saves else ENDING
-    with private_directory() as private, handled_by(stop, numbers):
-        os.environ[MEETING] = str(private)
+    made = tempfile.TemporaryDirectory(prefix="llm-train-bench-", ignore_cleanup_errors=True)
+    with made as name, handled_by(stop, numbers):
+        private = Path(name)
+        os.environ[MEETING] = name
         config, command = configure(private)
         config.signals_to_handle = "none"  # all are handled here
         if saves:
@@ -130,24 +129,6 @@ def run_agent(
         finally:  # this process ends; SLURM tells it to when another node's has ended
             ignore(numbers)
         return failures.PREEMPTED if (private / failures.STOPPED_FILE).exists() else 0
-
-
-@contextlib.contextmanager
-def private_directory() -> Iterator[Path]:
-    """A directory for a launcher and its ranks, until it ends; those of killed launchers go, too."""
-    for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), (old / "launcher").open("r+") as f:
-            if time.time() - old.stat().st_mtime < 60:  # its launcher may be about to lock it
-                continue
-            fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its launcher's lock ended with it
-            shutil.rmtree(old, ignore_errors=True)
-    with contextlib.ExitStack() as stack:
-        made = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-        private = Path(stack.enter_context(made))
-        f = stack.enter_context((private / "launcher").open("w"))
-        with contextlib.suppress(OSError):  # no locks there
-            fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield private
 
 
 def reported(failure) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from llm_train_bench.run.failures import SAVES
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.signals import ENDING, SAVING, Heard, handled_by, ignore, signal_said
 
-# What a rank may ask all to do, as numbers that can be averaged over ranks; or it has stopped.
-STOP, NOT_FINITE, STOPPED = 1.0, 2.0**20, -1.0
+# What a rank may ask all to do, as numbers that can be averaged over ranks.
+STOP, NOT_FINITE = 1.0, 2.0**20
 # Time [s] from such a signal to the save, two steps later.
 STOPPING_S = 60.0
 
@@ -180,7 +180,6 @@ class Saver:
         if self.last_good != step:
             raise Preempted(f"{why or 'a signal'}, and could not be saved: {self.failed}")
         ignore((*ENDING, signal.SIGUSR1))
-        self.asked = STOPPED
         with contextlib.suppress(RuntimeError):  # SLURM ends all ranks when the first has ended
             why = next(filter(None, gather(self.run.ranks, why, self.group)), why)
         raise Preempted(why or "a signal", step)
