@@ -191,20 +191,18 @@ class Script:
     """What happens in a chain: a launcher's restarts, or its command typed again after each kill."""
 
     inner: bool
-    auto: bool
-    given: bool
+    resume: str  # "auto", "given" (a checkpoint of the reference), or "" where a launcher restarts
     kills: list[tuple[str, str]]  # who is killed, and at which of the MOMENTS
 
 
 def draw_script(kind: str, draw: random.Random) -> Script:
     """Any that the kind of start can do."""
     inner = kind not in ("srun", "itself") and draw.random() < 0.5
-    given = inner and draw.random() < 0.5
-    auto = not given and (not inner or draw.random() < 0.5)
+    resume = draw.choice(("auto", "given", "")) if inner else "auto"
     who = ("one rank", "all ranks") if inner or kind == "srun" else WHO
     who = ("launcher",) if kind == "itself" else who
     kills = [(draw.choice(who), draw.choice(list(MOMENTS))) for _ in range(draw.randint(1, 3))]
-    return Script(inner, auto, given, kills)
+    return Script(inner, resume, kills)
 
 
 def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, script) -> int:
@@ -212,9 +210,9 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
     name, out = f"c{number}", top / f"out{number}"
     log, kills, given = top / f"{name}.log", 0, None
     argv = arguments(out, name)
-    if script.given:
+    if script.resume == "given":
         given = draw.choice(sorted((reference / "checkpoints").glob("step-*"))[:3])
-    argv += ["--resume", str(given)] if given else ["--resume", "auto"] if script.auto else []
+    argv += ["--resume", str(given)] if given else ["--resume", "auto"] if script.resume else []
     watch = Watch(out, name, given)
     watch.start()
     job = Job(kind, argv, log, len(script.kills) if script.inner else 0)
