@@ -54,7 +54,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         optimizer = build_optimizer(model, plan.optimizer)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, layout.data_rank)
-        micro_batches = batches(data, samples, device, files.n_workers, plan.schedule.start_sample)
+        micro_batches = batches(data, samples, device, files.n_workers)
         passes = loop.build_passes(run, model, micro_batches, no_sync(model, work))
         step = loop.build_step(run, model, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)

@@ -23,8 +23,8 @@ from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint import durable
-from llm_train_bench.run.checkpoint.lineage import attempts, places
-from llm_train_bench.run.checkpoint.manifest import candidates, committed, step_of
+from llm_train_bench.run.checkpoint.lineage import attempts, place_of
+from llm_train_bench.run.checkpoint.manifest import committed, step_of
 from tests import faults
 from tests.helpers import free_port
 from tests.processes import TORCHRUN, Started, signal_all, wait_until
@@ -118,19 +118,20 @@ class Job:
 class Watch(threading.Thread):
     """Looks at a run's directories all the time: each attempt must start from the newest checkpoint."""
 
-    def __init__(self, out: Path, name: str, save_dir: str | None, given: Path | None):
+    def __init__(self, out: Path, name: str, given: Path | None):
         super().__init__(daemon=True)
-        self.where, self.given, self.over = (out, name, save_dir), given, threading.Event()
+        self.where, self.given, self.over = (out, name), given, threading.Event()
         self.starts: dict[str, int] = {}
         self.wrong: list[str] = []
 
     def run(self) -> None:
         while not self.over.wait(0.005):
-            for run in attempts(*self.where[:2]):
+            for run in attempts(*self.where):
                 if run.name in self.starts or not (run / "result.json").exists():
                     continue
-                saved = candidates(places(*self.where))  # it takes longer to save its own first
-                begin = saved[0] if saved else self.given
+                place = place_of(*self.where)
+                saved = committed(place) if place else []  # it takes longer to save its own first
+                begin = saved[-1] if saved else self.given
                 newest_step = step_of(begin) if begin else 0
                 with contextlib.suppress(ValueError, OSError):
                     r = read_result(run / "result.json")
@@ -149,14 +150,13 @@ MOMENTS: dict[str, Callable[[Path, Path, random.Random], bool]] = {
 WHO = ("one rank", "all ranks", "launcher", "everything")
 
 
-def kill_once(job: Job, out: Path, name, save_dir, draw, running: int, who, moment) -> bool:
+def kill_once(job: Job, out: Path, name, draw, running: int, who, moment) -> bool:
     """Kill some of a job's processes at some moment of its next attempt; whether it came to that."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and all(p.poll() is None for p in job.launchers):
         runs, run, place = attempts(out, name), out / "none", out / "none"
         if len(runs) > running:
-            run = runs[-1]
-            place = Path(save_dir) / name if save_dir else out / name / "checkpoints"
+            run, place = runs[-1], out / name / "checkpoints"
         if MOMENTS[moment](run, place, draw):
             ranks = list(job.ranks().values())
             launchers = [launcher.pid for launcher in job.launchers]
@@ -191,39 +191,35 @@ class Script:
     """What happens in a chain: a launcher's restarts, or its command typed again after each kill."""
 
     inner: bool
-    auto: bool
-    given: bool
-    save_dir: bool
+    resume: str  # "auto", "given" (a checkpoint of the reference), or "" where a launcher restarts
     kills: list[tuple[str, str]]  # who is killed, and at which of the MOMENTS
 
 
 def draw_script(kind: str, draw: random.Random) -> Script:
     """Any that the kind of start can do."""
     inner = kind not in ("srun", "itself") and draw.random() < 0.5
-    given = inner and draw.random() < 0.5
-    auto = not given and (not inner or draw.random() < 0.5)
+    resume = draw.choice(("auto", "given", "")) if inner else "auto"
     who = ("one rank", "all ranks") if inner or kind == "srun" else WHO
     who = ("launcher",) if kind == "itself" else who
     kills = [(draw.choice(who), draw.choice(list(MOMENTS))) for _ in range(draw.randint(1, 3))]
-    return Script(inner, auto, given, draw.random() < 0.4, kills)
+    return Script(inner, resume, kills)
 
 
 def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, script) -> int:
     """One chain under one kind of start; how often it was killed."""
     name, out = f"c{number}", top / f"out{number}"
-    save_dir = str(top / f"saves{number}") if script.save_dir else None
     log, kills, given = top / f"{name}.log", 0, None
-    argv = arguments(out, name, *(["--save-dir", save_dir] if save_dir else []))
-    if script.given:
+    argv = arguments(out, name)
+    if script.resume == "given":
         given = draw.choice(sorted((reference / "checkpoints").glob("step-*"))[:3])
-    argv += ["--resume", str(given)] if given else ["--resume", "auto"] if script.auto else []
-    watch = Watch(out, name, save_dir, given)
+    argv += ["--resume", str(given)] if given else ["--resume", "auto"] if script.resume else []
+    watch = Watch(out, name, given)
     watch.start()
     job = Job(kind, argv, log, len(script.kills) if script.inner else 0)
     try:
         for who, moment in script.kills:
             running = len(attempts(out, name)) if kills else 0
-            hit = kill_once(job, out, name, save_dir, draw, running, who, moment)
+            hit = kill_once(job, out, name, draw, running, who, moment)
             kills += hit
             if not script.inner:
                 job.finish()
@@ -241,7 +237,7 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
         (record,) = read_records([str(out)], print, LogFacts())
         assert record.losses == expected, {*record.losses} ^ {*expected}
         check_causes(out, name, kind)
-        faults.check_like(reference, out, name, save_dir=save_dir)
+        faults.check_like(reference, out, name)
     except BaseException as error:
         error.add_note(f"{kind}, {argv}, {watch.starts}: {log.read_text()[-3000:]}")
         raise
@@ -255,8 +251,9 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
 
 def make_reference(top: Path, name: str = "reference", world: int = 2) -> Path:
     """The run that nobody disturbs, with all of its checkpoints."""
-    argv = arguments(top, name, "--save-keep", "1000")
-    assert faults.fork(argv, script_of("itself" if world == 1 else "script"), world)
+    with faults.KEEP_ALL:
+        argv, script = arguments(top, name), script_of("itself" if world == 1 else "script")
+        assert faults.fork(argv, script, world)
     return top / name
 
 
@@ -334,7 +331,7 @@ def check_saved_on_request(request: str, top: Path, early=False) -> None:
             signal_all([job.launchers[0].pid if who == "one" else job.ranks()[1]], number)
         codes = job.finish(90)
     assert set(codes) == {75}, (request, codes, log.read_text()[-2000:])
-    r, checkpoint = read_result(out / "r/result.json"), faults.last_of([out / "r/checkpoints"])
+    r, checkpoint = read_result(out / "r/result.json"), faults.last_of(out / "r/checkpoints")
     assert r.status == "preempted", r.error
     assert r.error == f"saved at step {step_of(checkpoint)} and stopped by SIG{name}"
     assert "Traceback" not in log.read_text() and len(committed(out / "r/checkpoints")) == 1

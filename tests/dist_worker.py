@@ -65,7 +65,7 @@ from llm_train_bench.run.checkpoint import training_state
 from llm_train_bench.run.checkpoint.manifest import verify
 from llm_train_bench.run.launch import train_planned
 from llm_train_bench.run.loop import validation_loss
-from tests.faults import whole_state
+from tests.faults import KEEP_ALL, whole_state
 from tests.helpers import free_port, plan_of, without_inductor
 
 ENTRYPOINTS = {f"{m.__name__}.py": m for m in (train, train_ddp, train_fsdp, train_pp)}
@@ -427,6 +427,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 mock.patch("llm_train_bench.model.init.fill_normal", traffic.fill_normal),
                 mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: METER),
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
+                KEEP_ALL,
                 mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),
                 mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),
                 # torch 2.15 sends objects by the collectives of tensors.

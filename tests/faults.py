@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -38,9 +38,9 @@ from llm_train_bench.model.layout import ALONE as ALONE_HERE
 from llm_train_bench.model.stored import DTYPES, read_block
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks
 from llm_train_bench.results.schema import Lineage, Metrics
-from llm_train_bench.run.checkpoint import saver
+from llm_train_bench.run.checkpoint import manifest, saver
 from llm_train_bench.run.checkpoint.durable import Files
-from llm_train_bench.run.checkpoint.lineage import Attempt, Lease, attempts, open_place, places
+from llm_train_bench.run.checkpoint.lineage import Attempt, Lease, attempts, open_place, place_of
 from llm_train_bench.run.checkpoint.manifest import committed, newest, read_manifest, verify
 from llm_train_bench.run.launch import train_planned
 from llm_train_bench.settings.plan import Plan
@@ -57,6 +57,8 @@ SHAPE = json.loads(CONFIG.read_text())
 FLAGS = "--seq-len 8 --bsz 4 --device cpu --amp off --no-tensorboard --no-observe".split()
 FLAGS += "--warmup-steps 2 --lr-warmup-steps 4 --lr 1e-2".split()
 STEPS, EVERY = 20, 5
+# Inside, a run in this process, or in forks of it, keeps all of its checkpoints.
+KEEP_ALL = mock.patch.object(manifest, "KEPT", 1000)
 
 
 def whole_state(directory: Path) -> dict[str, torch.Tensor]:
@@ -67,15 +69,11 @@ def whole_state(directory: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def last_of(directories: Sequence[Path]) -> Path:
+def last_of(place: Path) -> Path:
     """The newest good checkpoint, which must exist."""
-    checkpoint = newest(directories)
+    checkpoint = newest(place, [])
     assert checkpoint is not None
     return checkpoint
-
-
-def last_state(directories: Sequence[Path]) -> dict[str, torch.Tensor]:
-    return whole_state(last_of(directories))
 
 
 def assert_equal(*states, atol: float = 0.0) -> None:
@@ -170,9 +168,7 @@ class OneRun:
         (directory / "steps.jsonl").touch()
         place = (directory / "checkpoints").resolve()
         line = Lineage(id="one", name="r", attempt=0, began=0.0, started=0.0)
-        attempt = Attempt(line, directory, place, leases=[Lease(place)])
-        self.leases = attempt.leases
-        attempt.checkpoint = newest([place])
+        attempt = Attempt(line, directory, place, True, newest(place, []), lease=Lease(place))
         attempt.manifest = attempt.checkpoint and read_manifest(attempt.checkpoint)
         open_place(attempt)
         run = types.SimpleNamespace(
@@ -200,8 +196,7 @@ class OneRun:
     def end(self) -> None:
         """As the kernel does when a process ends."""
         self.run.steps.close()
-        for lease in self.leases:
-            lease.release()
+        self.run.attempt.lease.release()
 
 
 class Inline(threading.Thread):
@@ -246,7 +241,7 @@ def states(count: int = 0) -> str:
             run.end()
             if lost:
                 files.lose()
-            checkpoint = last_of([here / "checkpoints"])
+            checkpoint = last_of(here / "checkpoints")
             step, state = verify(checkpoint).step, whole_state(checkpoint)
             assert step in (15, 20), (step, files.calls)
             assert (state["p/w"] == step).all() and state["momentum_buffer/w"].shape == (6, 4)
@@ -270,7 +265,7 @@ def errors(count: int = 0) -> str:
         for number, at in cases:
             run, here = again(CrashingFiles(at, 0.5, number))
             run.save(20)
-            step = verify(last_of([here / "checkpoints"])).step
+            step = verify(last_of(here / "checkpoints")).step
             assert step in (15, 20)
             assert run.notes or step == 20, calls[at]
             assert step == 20 or os.strerror(number) in run.notes[0]
@@ -298,10 +293,10 @@ def damage(count: int = 10_000) -> str:
             path.write_bytes(damaged.get(kind, content[:at]))
             if kind == "gone":
                 path.unlink()
-            assert newest([place]) == before, (kind, path.name)
+            assert newest(place, []) == before, (kind, path.name)
             path.write_bytes(content)
             kinds[kind] += 1
-        assert newest([place]) == last
+        assert newest(place, []) == last
     return ", ".join(f"{n} {kind}s" for kind, n in kinds.items())
 
 
@@ -364,10 +359,11 @@ def losses_of(out: Path, name: str) -> Iterator[tuple[int, float]]:
                 yield step["step"], step["loss"]
 
 
-def check_like(reference: Path, out: Path, name: str, tolerance=0.0, save_dir=None) -> None:
+def check_like(reference: Path, out: Path, name: str, tolerance=0.0) -> None:
     """A run in pieces has ended as the undisturbed one: state, losses, and nothing left behind."""
-    (place,) = places(out, name, save_dir)
-    pair = [last_of([at]) for at in (place, reference / "checkpoints")]
+    place = place_of(out, name)
+    assert place
+    pair = [last_of(at) for at in (place, reference / "checkpoints")]
     assert pair[0].name == pair[1].name
     assert_equal(*map(whole_state, pair), atol=tolerance)
     expected = dict(losses_of(reference.parent, reference.name))
@@ -435,7 +431,8 @@ def pieces(count: int = 0) -> str:
             "accumulated": ["--grad-acc-steps", "2", "--sac-freq", "1/2"],
         }  # fmt: skip
         for name, flags in cases.items():
-            run_here(arguments(out, name, "--save-keep", "100", *flags))
+            with KEEP_ALL:
+                run_here(arguments(out, name, *flags))
             again = arguments(out, f"{name}2", *flags)
             again[again.index("auto")] = str(out / name / "checkpoints/step-00000015")
             run_here(again)

@@ -135,7 +135,7 @@ FP8 = {
 }
 FLAGS = dict(
     pack=PACK, lora="--lora-rank 4 --lora-alpha 64", bf16=BF16, muon=MUON,
-    balanced=BALANCED_ROUTE, save="--save-every 1 --save-keep 99", fp8=FP8,
+    balanced=BALANCED_ROUTE, save="--save-every 1", fp8=FP8,
 )  # fmt: skip
 
 

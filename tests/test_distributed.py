@@ -61,7 +61,7 @@ def more_cases(out) -> dict:
     save_pretrained(built(load_config(ROOT / BASE[0]), seed=77), out / "weights")
     begin = f"{few_steps} --init-from {out}/weights"
     pipelined = "--bsz 2 --grad-acc-steps 4 --sac-freq 1/2 --amp bf16"
-    saves = "--save-every 2 --save-keep 9"
+    saves = "--save-every 2"
     going_on = f"{saves} --resume {out}/save-fsdp2/checkpoints/step-00000002"
     (out / "dropout.json").write_text(json.dumps(DROPOUT))
     return {

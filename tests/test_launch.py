@@ -29,11 +29,11 @@ from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks
 from llm_train_bench.results.result_files import complete_result
 from llm_train_bench.run import agent, launch, life, signals
 from llm_train_bench.run.agent import first_failure
+from llm_train_bench.run.checkpoint import durable
 from llm_train_bench.run.failures import LOST, classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.provenance import numa_state
-from llm_train_bench.settings import flags
 from tests.helpers import ROOT, free_port, only_result, read_steps
 from tests.processes import TORCHRUN, Started, signal_all, training, wait_until
 
@@ -128,9 +128,8 @@ def test_the_agent_gives_ranks_the_time_that_a_save_may_take(monkeypatch):
     monkeypatch.setattr(agent.logging, "disable", lambda level: None)
     monkeypatch.setattr(agent.api, "LocalElasticAgent", None)
     monkeypatch.setattr(agent.api, "elastic_launch", lambda config, script: lambda *argv: None)
-    saving = flags.SaveFlags(save_every=5, save_timeout=100.0)
-    assert agent.run_agent(lambda private: (config, ["x.py"]), "x.py", saving) == 0
-    assert config.shutdown_timeout == 100 + agent.ENDING_S >= 130
+    assert agent.run_agent(lambda private: (config, ["x.py"]), "x.py", True) == 0
+    assert config.shutdown_timeout == agent.PATIENCE_S >= durable.SAVE_S + 30
 
 
 def test_a_launchers_copy_of_a_signal_is_no_second_wish(monkeypatch):

@@ -131,11 +131,7 @@ VAL_BATCHES = 8  # micro batches of a validation loss
 
 
 def open_data(
-    flags: DataFlags,
-    work: Work,
-    n_steps: int,
-    device: torch.device,
-    packing: Packing | None = None,
+    flags: DataFlags, work: Work, n_steps: int, device: torch.device, packing: Packing | None = None
 ) -> tuple[Source, Validation | None]:
     """Training data and, if asked for, validation data; UsageError if one cannot serve the run.
 
@@ -171,8 +167,8 @@ def sample_plan(schedule: Schedule, batch: Batch, data_rank: int = 0) -> range:
     """
     micro = batch.micro_batch * batch.data_parallel_size
     first = data_rank * batch.micro_batch
-    end = schedule.samples_before(schedule.total, batch.global_batch)
-    return range(schedule.start_sample + first, end + first, micro)
+    begin, end = (step * batch.global_batch for step in (schedule.start, schedule.total))
+    return range(begin + first, end + first, micro)
 
 
 def _loaded(loader: DataLoader) -> Iterator[Tensor]:
@@ -201,9 +197,9 @@ def repeating_last(items: Iterator) -> Iterator:
 
 
 def batches(
-    source: Source, plan: range, device: torch.device, n_workers: int = 0, start_sample: int = 0
+    source: Source, plan: range, device: torch.device, n_workers: int = 0
 ) -> Iterator[MicroBatch]:
-    """Micro batches of the plan on the device; steps are counted from `start_sample`."""
+    """Micro batches of the plan on the device."""
     if isinstance(source, SyntheticTokens):
         rows = source.micro_batches(plan)
     else:
@@ -224,7 +220,7 @@ def batches(
             yield MicroBatch(inputs, labels)
             continue
         if first not in step:
-            begin = first - (first - start_sample) % source.global_batch
+            begin = first - first % source.global_batch
             step = range(begin, begin + source.global_batch)
             weight = _weight(source.packing, step, labels.shape[1])
         begins = source.packing.begins(np.arange(first, first + source.bsz))

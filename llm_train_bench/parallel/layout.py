@@ -19,14 +19,7 @@ from torch.distributed.tensor import DTensor
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layers import autocast_dtype
-from llm_train_bench.model.layout import (
-    Attend,
-    Documents,
-    HasWeights,
-    Places,
-    count_rows,
-    joined,
-)
+from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, count_rows, joined
 from llm_train_bench.model.products import PLAIN, LinearProduct, products_of
 from llm_train_bench.model.shares import cuts, divided, whole_shape
 from llm_train_bench.parallel.ddp import ReplicaLayout

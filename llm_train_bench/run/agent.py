@@ -7,16 +7,14 @@ end, and ends with 75 if they did. It says in one line, and in the result, what 
 """
 
 import contextlib
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +34,25 @@ from llm_train_bench.base.files import write_whole
 from llm_train_bench.parallel.ranks import MEETING, ROUND
 from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER, complete_result, run_told
 from llm_train_bench.run import failures
+from llm_train_bench.run.checkpoint.durable import SAVE_S
 from llm_train_bench.run.launch import check_started_by_launcher
 from llm_train_bench.run.signals import ENDING, Heard, handled_by, ignore
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import RankFlags, SaveFlags
+from llm_train_bench.settings.flags import RankFlags
 
 # torch wraps methods of its agent in a decorator without types.
 TorchAgent: Any = LocalElasticAgent
-PREFIX = "llm-train-bench-"
-# Seconds that ranks have to end, besides --save-timeout.
-ENDING_S = 90
+# Seconds that ranks have to save and to end.
+PATIENCE_S = int(SAVE_S) + 90
 
 
 def run_agent(
-    configure: Callable[[Path], tuple[LaunchConfig, list[Any]]], prog: str, saving: SaveFlags
+    configure: Callable[[Path], tuple[LaunchConfig, list[Any]]], prog: str, saves: bool
 ) -> int:
     """Run the ranks of this node until all have ended; the exit code. Interrupted by a signal.
 
     `configure` makes torchrun's settings, given a private directory, and the command of each rank;
-    `prog` is the script's name.
+    `prog` is the script's name; a run that `saves` does so on request.
     """
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # the agent's: all there is to say is said here
@@ -104,17 +102,18 @@ def run_agent(
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGQUIT)
 
-    numbers = (*ENDING, signal.SIGUSR1) if saving.save_every else ENDING
-    with private_directory() as private, handled_by(stop, numbers):
-        os.environ[MEETING] = str(private)
+    numbers = (*ENDING, signal.SIGUSR1) if saves else ENDING
+    made = tempfile.TemporaryDirectory(prefix="llm-train-bench-", ignore_cleanup_errors=True)
+    with made as name, handled_by(stop, numbers):
+        private = Path(name)
+        os.environ[MEETING] = name
         config, command = configure(private)
         config.signals_to_handle = "none"  # all are handled here
-        if saving.save_every:
-            patience = int(saving.save_timeout + ENDING_S)
+        if saves:
             if hasattr(config, "shutdown_timeout"):  # torch 2.13
-                config.shutdown_timeout = patience
+                config.shutdown_timeout = PATIENCE_S
             else:
-                PContext.close.__defaults__ = (None, patience)
+                PContext.close.__defaults__ = (None, PATIENCE_S)
         api.__dict__["LocalElasticAgent"] = Agent
         try:
             if number := early_wish():
@@ -130,24 +129,6 @@ def run_agent(
         finally:  # this process ends; SLURM tells it to when another node's has ended
             ignore(numbers)
         return failures.PREEMPTED if (private / failures.STOPPED_FILE).exists() else 0
-
-
-@contextlib.contextmanager
-def private_directory() -> Iterator[Path]:
-    """A directory for a launcher and its ranks, until it ends; those of killed launchers go, too."""
-    for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), (old / "launcher").open("r+") as f:
-            if time.time() - old.stat().st_mtime < 60:  # its launcher may be about to lock it
-                continue
-            fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its launcher's lock ended with it
-            shutil.rmtree(old, ignore_errors=True)
-    with contextlib.ExitStack() as stack:
-        made = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-        private = Path(stack.enter_context(made))
-        f = stack.enter_context((private / "launcher").open("w"))
-        with contextlib.suppress(OSError):  # no locks there
-            fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield private
 
 
 def reported(failure) -> dict[str, Any]:
@@ -225,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parse_args(options.training_script_args, prog)
         check_started_by_launcher(args.part(RankFlags))
-        return run_agent(configure, prog, args.part(SaveFlags))
+        return run_agent(configure, prog, args.save_every > 0)
     except (UsageError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2

@@ -21,19 +21,13 @@ from llm_train_bench.base.errors import DoesNotFit, Interrupted, UsageError
 from llm_train_bench.base.machine import n_cores
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.measure.device import (
-    GIB,
-    SHARE_GPU,
-    memory_gib,
-    pick_device,
-    platform_of,
-)
+from llm_train_bench.measure.device import GIB, SHARE_GPU, memory_gib, pick_device, platform_of
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
 from llm_train_bench.run import failures
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.signals import end_at_first, handled_by
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import RankFlags, SaveFlags, Script, flag_of
+from llm_train_bench.settings.flags import RankFlags, Script, flag_of
 from llm_train_bench.settings.plan import make_plan
 
 
@@ -118,10 +112,7 @@ def warn_of_memory(work: Work, has: float) -> Iterator[str]:
 
 def check_started_by_launcher(flags: RankFlags) -> None:
     """UsageError for flags that work only if the script starts its ranks itself."""
-    for flag, instead in (
-        ("nproc", "its --nproc-per-node"),
-        ("max_restarts", "torchrun's own"),
-    ):
+    for flag, instead in (("nproc", "its --nproc-per-node"), ("max_restarts", "torchrun's own")):
         if getattr(flags, flag):
             raise UsageError(
                 f"{flag_of(flag)}: this script was started by a launcher, which decides "
@@ -208,4 +199,4 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
         )
         return config, [sys.executable, "-u", str(Path(script).resolve()), *argv]
 
-    return run_agent(configure, prog, args.part(SaveFlags))
+    return run_agent(configure, prog, args.save_every > 0)

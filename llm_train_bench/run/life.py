@@ -86,8 +86,8 @@ class Run(RunRecord):
         open_place(self.attempt)
 
     def release(self) -> None:
-        for lease in self.attempt.leases:
-            lease.release()
+        if self.attempt.lease:
+            self.attempt.lease.release()
 
     def choose_linear(self) -> str:
         """The library of linear layers, the same on all ranks: the one asked for, or a checkpoint's.

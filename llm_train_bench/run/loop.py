@@ -5,7 +5,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +39,6 @@ OBSERVE = "observe"
 Passes = Callable[[int], Tensor]
 
 
-class Watcher(Protocol):
-    """Is called around every step: the memory report, a profiler."""
-
-    def before(self, step: int) -> None:
-        """A step begins."""
-
-    def after(self, step: int) -> None:
-        """The step's work has been given to the device."""
-
-
 def measure(
     run: Run,
     model: nn.Module,
@@ -67,7 +57,7 @@ def measure(
     captures = build_capture(run, model)
     looks = (run.device.type == "cuda" or run.plan.profile.memory_snapshot) and not work.cuda_graphs
     memory = MemoryReport(run.result, run.log, schedule, looks, model, optimizer)
-    watchers: list[Watcher] = [memory, *captures]
+    watchers = [memory, *captures]
     eval_every, m = run.plan.data.eval_every, run.result.metrics
     m.val_loss_before = evaluate()
     # Forward passes name their block themselves.

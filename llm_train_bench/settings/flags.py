@@ -294,23 +294,12 @@ class SaveFlags:
 
     save_every: Save the training state every N steps, at the end, and on SIGTERM, SIGINT or
         SIGUSR1; 0 never.
-    save_keep: Number of newest checkpoints to keep.
-    save_dir: Parent directory of checkpoints. By default they are in the run's directory.
-    save_timeout: Seconds after which a save is abandoned.
     resume: Resume from a checkpoint. auto: the newest one of --run-name and its restarts. PATH:
         the directory of a run or of a checkpoint.
-    resume_anyway: Resume although hyperparameters, batch or data differ.
-    on_nan: What to do if the state to be saved is not finite: stop the run, or continue without
-        saving.
     """
 
     save_every: int = flag(0, OUTPUT, at_least=0)
-    save_keep: int = flag(2, OUTPUT, needs="save_every", at_least=2)
-    save_dir: str | None = flag(None, OUTPUT, metavar="DIR")
-    save_timeout: float = flag(600.0, OUTPUT, needs="save_every", above=0)
     resume: str | None = flag(None, OUTPUT, metavar="auto|PATH")
-    resume_anyway: bool = flag(False, OUTPUT, needs="resume")
-    on_nan: Literal["stop", "continue"] = flag("stop", OUTPUT, needs="save_every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -479,6 +468,7 @@ REMOVED: dict[str, Any] = {
     "no_fit_check": ...,
     "nsys_ranks": ...,
     "numa": False,
+    "on_nan": ...,
     "peak_fp8_tflops": ...,
     "pp_schedule": "auto",
     "prefetch": 1,
@@ -486,6 +476,10 @@ REMOVED: dict[str, Any] = {
     "profile_shapes": ...,
     "profile_stacks": ...,
     "profile_start": ...,
+    "resume_anyway": ...,
+    "save_dir": ...,
+    "save_keep": ...,
+    "save_timeout": ...,
     "val_batches": 8,
 }
 # Values that a flag had before its type changed, and what they are now. Others stay, and nobody can

@@ -70,8 +70,6 @@ class Schedule:
     captured: range = range(0)
     start: int = 0
     """The first step: above 0 where the run goes on from a checkpoint."""
-    start_sample: int = 0
-    """The first sample, which the steps before `start` did not take."""
     profiler: Literal["torch", "nsys"] | None = None
     warmup_s: float = 0.0
     """Seconds of work before the window, in steps or beside them."""
@@ -102,10 +100,6 @@ class Schedule:
         """Whether a profiler is on in some of the measured steps."""
         steps = self.profiled
         return bool(steps) and steps.start < self.window_end and steps.stop > self.window_begin
-
-    def samples_before(self, step: int, global_batch: int) -> int:
-        """The number of a step's first sample."""
-        return self.start_sample + (step - self.start) * global_batch
 
     def phase_of(self, step: int) -> str:
         """`warmup`, `resume`, `measure`, or `profile` for a step that is run only to be captured."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 CHUNK = 2**24
+# Seconds after which a save is given up.
+SAVE_S = 600.0
 
 
 class Files:

@@ -2,7 +2,7 @@
 
 All attempts of a run are one lineage, and save in one directory. Its record there says which training
 it is, the number of the last attempt, and the process that holds it. An attempt starts from the newest
-good checkpoint of its lineage, wherever that was saved.
+good checkpoint of its lineage.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llm_train_bench.base.errors import OwnError, UsageError
@@ -29,7 +28,6 @@ from llm_train_bench.results.schema import Lineage, Writer
 from llm_train_bench.run.checkpoint import manifest as manifests
 from llm_train_bench.run.checkpoint.durable import failure_of
 from llm_train_bench.run.provenance import default_name
-from llm_train_bench.settings.flags import SaveFlags
 from llm_train_bench.settings.plan import Plan
 
 RECORD, LOCK = "lineage.json", "lineage.lock"
@@ -57,7 +55,6 @@ class Lease:
 
         Waits up to STALE_S to see whether a holder on another machine still lives.
         """
-        self.made = not place.exists()
         place.mkdir(parents=True, exist_ok=True)
         self.place, self.ended, self.mine = place, threading.Event(), None
         # A file that nothing else opens: who closes it anywhere in this process loses the lock.
@@ -124,10 +121,6 @@ class Lease:
                 if self.mine and self.held():
                     record = self.mine.model_copy(update={"holder": None})
                     write_whole(self.place / RECORD, record.model_dump_json())
-            if self.made and self.mine is None:  # nothing came of it
-                with contextlib.suppress(OSError):
-                    (self.place / LOCK).unlink()
-                    self.place.rmdir()
             os.close(self.file)
 
 
@@ -143,16 +136,6 @@ def place_record(place: Path) -> PlaceRecord | None:
     return None
 
 
-def lineage_of(place: Path) -> Lineage | None:
-    """The lineage that saved in a directory, by its record, or by the newest manifest."""
-    if record := place_record(place):
-        return record.lineage
-    for path in reversed(manifests.committed(place)):
-        with contextlib.suppress(OSError, ValueError):
-            return manifests.read_manifest(path).lineage
-    return None
-
-
 def attempts(output_dir: Path, name: str) -> list[Path]:
     """The directories of a run and of all its restarts, in order."""
     pattern = re.compile(re.escape(name) + r"(-restart\d+)?")
@@ -162,45 +145,42 @@ def attempts(output_dir: Path, name: str) -> list[Path]:
     return []
 
 
-def places(output_dir: Path, name: str, save_dir: str | None = None) -> list[Path]:
-    """The directories in which attempts of a run saved; UsageError where one cannot be read."""
+def place_of(output_dir: Path, name: str) -> Path | None:
+    """The directory in which the attempts of a run saved, if they did.
+
+    UsageError where a link leads nowhere, or attempts of several runs saved.
+    """
     links = [run / "checkpoints" for run in attempts(output_dir, name)]
-    links += [Path(save_dir) / name] if save_dir else []
     for link in links:
         if link.is_symlink() and not link.exists():
             raise UsageError(
                 f"{link}: leads to {link.resolve()}, which is not there; is its disk mounted?"
             )
-    used = []
-    for place in dict.fromkeys(link.resolve() for link in links):
-        if lineage_of(place):
-            used.append(place)
-        elif (saved := manifests.committed(place)) and (
-            why := failure_of(manifests.verify, saved[-1])
-        ):
-            raise _unreadable(place, why)
-    return used
-
-
-def _unreadable(place: Path, why: str | None) -> UsageError:
-    return UsageError(
-        f"{place}: none of its checkpoints can be read ({why}); move it away to start anew"
-    )
+    places = list(dict.fromkeys(link.resolve() for link in links))
+    used = [place for place in places if manifests.committed(place)]
+    used = used or [place for place in places if place_record(place)][-1:]
+    if len(used) > 1:
+        raise UsageError(
+            f"--resume auto: {name} is the name of several runs, in {', '.join(map(str, used))}; give "
+            "--resume PATH and another --run-name"
+        )
+    return used[0] if used else None
 
 
 @dataclasses.dataclass
 class Attempt:
-    """One attempt of a lineage: its run's directory, where it saves, and what it starts from."""
+    """One attempt of a lineage: its run's directory, and what it starts from."""
 
     lineage: Lineage
     directory: Path
-    place: Path | None = None
+    place: Path
+    """Where its lineage saves."""
+    saves: bool
     checkpoint: Path | None = None
     manifest: manifests.Manifest | None = None
-    places: tuple[Path, ...] = ()
-    """All directories in which its lineage saved."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    leases: list[Lease] = dataclasses.field(default_factory=list)
+    lease: Lease | None = None
+    """The right to save there; only rank 0 has one."""
 
 
 def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
@@ -208,21 +188,13 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
 
     UsageError where it cannot resume.
     """
-    name = plan.output.run_name or default_name(plan.work.config.name, vars(plan.args))
-    top, leases = Path(plan.output.output_dir), []  # the leases stay with rank 0
-
-    def check(manifest: manifests.Manifest, where: Path) -> None:
-        flags = {} if plan.saving.resume_anyway else vars(plan.args)
-        manifests.check_same_training(
-            manifest, where, plan.work, plan.schedule.total, flags, plan.data
-        )
-
-    attempt = on_main(ranks, lambda: _begin_attempt(plan.saving, top, name, check, leases))
-    attempt.leases = leases
+    leases: list[Lease] = []  # of rank 0, and not to be sent to others
+    attempt = on_main(ranks, lambda: _begin_attempt(plan, leases))
+    attempt.lease = leases[0] if leases else None
     word = {
         "directory": str(attempt.directory.resolve()),
         "lineage": attempt.lineage.model_dump(),
-        "places": list(map(str, {*attempt.places, attempt.place} - {None})),
+        "place": str(attempt.place),
     }
     tell_next(ranks, json.dumps(word))
     if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
@@ -230,104 +202,79 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
     if before := attempt.manifest:
         if (amp := before.args.get("amp", plan.work.amp)) != plan.work.amp:
             attempt.notes.append(f"before, --amp was {amp}; now it is {plan.work.amp}")
-        left = dataclasses.replace(plan.schedule, start=before.step, start_sample=before.samples)
+        left = dataclasses.replace(plan.schedule, start=before.step)
         plan = dataclasses.replace(plan, schedule=left)
     return plan, attempt
 
 
-def _begin_attempt(
-    saving: SaveFlags, top: Path, name: str, check: Callable[..., None], leases: list[Lease]
-) -> Attempt:
-    """The attempt that this run is; what it holds is added to `leases`.
+def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
+    """The attempt that this run is; the lease that it takes, if any, is added to `leases`.
 
-    Nothing else decides where a run starts. Runs of that `name` lie in `top`. `check` refuses a
-    manifest, and its path, of another training. UsageError for one that is missing or a living run's.
+    Nothing else decides where a run starts. UsageError for a checkpoint that is missing, of another
+    training, or of a run that lives.
     """
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    restarts = int(count) if count.isdecimal() else 0
-    lineage, saved_in, notes = None, [], []
+    saving, count = plan.saving, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = plan.output.run_name or default_name(plan.work.config.name, vars(plan.args))
+    top, restarts = Path(plan.output.output_dir), int(count) if count.isdecimal() else 0
+    last, place, notes = None, None, []
     if before := word_before():
         word = json.loads(before)
-        lineage = Lineage.model_validate(word["lineage"])
-        top, name = Path(word["directory"]).parent, lineage.name
-        saved_in = [p for p in map(Path, word["places"]) if p.is_dir()]
+        last = Lineage.model_validate(word["lineage"])
+        top, place = Path(word["directory"]).parent, Path(word["place"])
+        place = place if place.is_dir() else None  # it did not get so far
     elif restarts:
-        if last_place := _place_of_launcher(top, saving.save_dir):
-            saved_in, lineage = [last_place[0]], last_place[1]
-            name = lineage.name
-        else:
+        place, last = _place_of_launcher(top)
+        if last is None:
             notes.append(f"restart {restarts}: no attempt before it got so far as to save")
     elif saving.resume == "auto":
-        saved_in = places(top, name, saving.save_dir)
-    resumes = lineage is not None or saving.resume == "auto"
-    with contextlib.ExitStack() as held:
-        unwritable: dict[Path, OSError] = {}
-
-        def lease(place: Path) -> None:
-            try:
+        place = place_of(top, name)
+    name = last.name if last else name
+    resumes = last is not None or saving.resume == "auto"
+    try:
+        if place:
+            # Checkpoints that can only be read are good enough for a run that saves none.
+            with contextlib.nullcontext() if saving.save_every else contextlib.suppress(OSError):
                 leases.append(Lease(place))
-                held.callback(leases[-1].release)
-            except OSError as error:  # it can only be read
-                unwritable[place] = error
-
-        for place in saved_in:
-            lease(place)
-        known = [lineage_of(place) for place in saved_in if manifests.committed(place)]
-        known = known or [lineage_of(place) for place in saved_in[-1:]]
-        lineages = [lineage] if lineage else [line for line in known if line]
-        if len({line.id for line in lineages}) > 1:
+        checkpoint = manifests.newest(place, notes) if place else None
+        if place and checkpoint is None and (damaged := manifests.committed(place)):
+            why = failure_of(manifests.verify, damaged[-1])
             raise UsageError(
-                f"--resume auto: {name} is the name of several runs, in "
-                f"{', '.join(map(str, saved_in))}; give --resume PATH and another --run-name"
+                f"{place}: none of its checkpoints can be read ({why}); move it away to start anew"
             )
-        began = command_began(started_again=bool(before or restarts))
-        attempt = _next(lineages, name, top, resumes or restarts > 0, began)
-        attempt.notes = notes
-        attempt.places = tuple(place for place in saved_in if place not in unwritable)
-        attempt.checkpoint = manifests.newest(saved_in, notes)
-        damaged = manifests.candidates(saved_in) if attempt.checkpoint is None else []
-        if damaged:
-            raise _unreadable(damaged[0].parent, failure_of(manifests.verify, damaged[0]))
-        if attempt.checkpoint is None and saving.resume not in (None, "auto"):
-            attempt.checkpoint = manifests.find_checkpoint(Path(saving.resume), notes)
-        elif attempt.checkpoint is None and resumes:
+        if checkpoint is None and saving.resume not in (None, "auto"):
+            checkpoint = manifests.find_checkpoint(Path(saving.resume), notes)
+        elif checkpoint is None and resumes:
             notes.append(f"no checkpoint of {name}; starts from 0")
-        if checkpoint := attempt.checkpoint:
-            attempt.manifest = manifests.read_manifest(checkpoint)
-            check(attempt.manifest, checkpoint)
-        if saving.save_every and saving.save_dir:
-            attempt.place = (Path(saving.save_dir) / attempt.lineage.name).resolve()
-            if attempt.place not in saved_in:
-                lease(attempt.place)
-                if manifests.committed(attempt.place):
-                    raise UsageError(
-                        f"{attempt.place}: holds checkpoints of another run; choose another --save-dir "
-                        "or --run-name, or go on from them with --resume auto"
-                    )
-        elif saving.save_every:
-            last = saved_in[-1] if saved_in else (attempt.directory / "checkpoints").absolute()
-            parent = checkpoint and checkpoint.parent
-            attempt.place = parent if parent in saved_in else last
-        if attempt.place in unwritable:
-            raise unwritable[attempt.place]
-        held.pop_all()
-    return attempt
+        manifest = None
+        if checkpoint:
+            manifest = manifests.read_manifest(checkpoint)
+            manifests.check_same_training(manifest, checkpoint, plan)
+        if place and last is None:
+            record = place_record(place)
+            last = record.lineage if record else manifest and manifest.lineage
+    except BaseException:
+        for lease in leases:
+            lease.release()
+        raise
+    began = command_began(started_again=bool(before or restarts))
+    lineage, directory = _next(last, name, top, resumes or restarts > 0, began)
+    place = place or (directory / "checkpoints").absolute()
+    return Attempt(lineage, directory, place, saving.save_every > 0, checkpoint, manifest, notes)
 
 
-def _place_of_launcher(top: Path, save_dir: str | None) -> tuple[Path, Lineage] | None:
+def _place_of_launcher(top: Path) -> tuple[Path, Lineage] | tuple[None, None]:
     """Where an earlier attempt of this rank's launcher saved, and its lineage."""
-    paths = [*top.glob(f"*/checkpoints/{RECORD}")]
-    paths += Path(save_dir).glob(f"*/{RECORD}") if save_dir else []
-    for place in dict.fromkeys(path.parent.resolve() for path in paths):
-        record = place_record(place)
+    for path in top.glob(f"*/checkpoints/{RECORD}"):
+        record = place_record(path.parent)
         if record and record.launcher and record.launcher == launcher_of_this():
-            return place, record.lineage
-    return None
+            return path.parent.resolve(), record.lineage
+    return None, None
 
 
-def _next(known: Sequence[Lineage], name: str, top: Path, again: bool, now: float) -> Attempt:
-    """The attempt after the last of those that are known; its directory is free if it comes `again`."""
-    last = max(known, key=lambda one: one.attempt, default=None)
+def _next(
+    last: Lineage | None, name: str, top: Path, again: bool, now: float
+) -> tuple[Lineage, Path]:
+    """The attempt after the last that is known, and its directory, which is free if it comes `again`."""
     if last and (top / name / "checkpoints").is_symlink():  # the name is a later attempt's
         name = last.name
     number = last.attempt + 1 if last else 0
@@ -341,29 +288,28 @@ def _next(known: Sequence[Lineage], name: str, top: Path, again: bool, now: floa
         lineage = last.model_copy(update={"attempt": number, "started": now})
     else:  # the first; or a copy under another name goes its own way
         lineage = Lineage(id=uuid.uuid4().hex, name=name, attempt=number, began=now, started=now)
-    return Attempt(lineage, directory())
+    return lineage, directory()
 
 
 def open_place(attempt: Attempt) -> None:
-    """Take what the attempt holds, now that its run's directory exists, and clear up in it.
+    """Take the place where the attempt saves, now that its run's directory exists, and clear up in it.
 
     Unfinished saves go. What is newer than the checkpoint it starts from did not verify: it is set
     aside, so that its step can be saved again.
     """
-    link, leases = attempt.directory / "checkpoints", attempt.leases
-    if attempt.place and attempt.place not in {lease.place for lease in leases}:
-        leases.append(Lease(attempt.place))
-    if attempt.place and attempt.place != link.resolve():
+    link, place = attempt.directory / "checkpoints", attempt.place
+    if attempt.saves and not attempt.lease:
+        attempt.lease = Lease(place)
+    if attempt.saves and place != link.resolve():
         with contextlib.suppress(OSError):  # a file system without links
-            near = attempt.place.is_relative_to(attempt.directory.parent.resolve())
-            to = os.path.relpath(attempt.place, attempt.directory.resolve())
-            link.symlink_to(to if near else attempt.place)
+            link.symlink_to(os.path.relpath(place, attempt.directory.resolve()))
+    if not attempt.lease:
+        return
     start = attempt.manifest.step if attempt.manifest else -1
-    for lease in leases:
-        lease.take(attempt.lineage)
-        for path in lease.place.glob(".step-*"):
-            if path.is_dir():
-                shutil.rmtree(path)
-        for path in manifests.committed(lease.place):
-            if manifests.step_of(path) > start:
-                path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+    attempt.lease.take(attempt.lineage)
+    for path in place.glob(".step-*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+    for path in manifests.committed(place):
+        if manifests.step_of(path) > start:
+            path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))

@@ -8,7 +8,6 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +15,18 @@ from pydantic import ValidationError
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
-from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.stored import Part
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.results.schema import Lineage
 from llm_train_bench.run.checkpoint.durable import Files, checksum, failure_of
 from llm_train_bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind, present_flags
+from llm_train_bench.settings.plan import Plan
 
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-\d{8,}")
+# So many of the newest checkpoints are kept.
+KEPT = 2
 # Flags that the learning rate's curve, or the data, depend on besides the hyperparameters.
 ALSO_EQUAL = ("n_steps", "warmup_steps", "pad_vocab")
 
@@ -124,31 +125,25 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def retain(places: Sequence[Path], keep: int, files: Files) -> None:
-    """Remove all committed checkpoints in these directories except the newest `keep`.
+def retain(directory: Path, files: Files) -> None:
+    """Remove the committed checkpoints in a directory except the newest, which are KEPT.
 
     The older ones go only once the newest reads back as it was written.
     """
-    newest_first = candidates(places)
-    if newest_first[keep:]:
-        verify(newest_first[0])
-    for path in newest_first[keep:]:  # what an interrupted removal leaves does not verify
+    checkpoints = committed(directory)
+    if len(checkpoints) > KEPT:
+        verify(checkpoints[-1])
+    for path in checkpoints[:-KEPT]:  # what an interrupted removal leaves does not verify
         files.remove(path)
 
 
-def candidates(places: Sequence[Path]) -> list[Path]:
-    """All committed checkpoints in these directories, the newest step first."""
-    return sorted((c for place in places for c in committed(place)), key=step_of, reverse=True)
-
-
-def newest(places: Sequence[Path], refused: list[str] | None = None) -> Path | None:
+def newest(directory: Path, refused: list[str]) -> Path | None:
     """The newest checkpoint that verifies; why others did not is added to `refused`."""
-    for path in candidates(places):
+    for path in reversed(committed(directory)):
         why = failure_of(verify, path)
         if why is None:
             return path
-        if refused is not None:
-            refused.append(f"{path}: is left out: {why}")
+        refused.append(f"{path}: is left out: {why}")
     return None
 
 
@@ -161,30 +156,27 @@ def find_checkpoint(path: Path, notes: list[str]) -> Path:
         if why := failure_of(verify, path):
             raise UsageError(f"--resume {path}: is damaged: {why}; give another")
         return path
-    if checkpoint := newest([path, path / "checkpoints"], notes):
-        return checkpoint
+    for directory in (path, path / "checkpoints"):
+        if checkpoint := newest(directory, notes):
+            return checkpoint
     why = f" ({notes[0]})" if notes else ""
     raise UsageError(f"--resume {path}: holds no checkpoint that can be read{why}")
 
 
-def check_same_training(
-    manifest: Manifest, path: Path, work: Work, n_steps: int, flags: dict[str, Any], data: DataFlags
-) -> None:
-    """UsageError, by name, for whatever would make the resumed run another training.
-
-    `flags` are all of the run, or none if they may differ (--resume-anyway).
-    """
+def check_same_training(manifest: Manifest, path: Path, plan: Plan) -> None:
+    """UsageError, by name, for whatever would make the resumed run another training."""
+    work, n_steps = plan.work, plan.schedule.total
     if manifest.model_hash != work.config.hash:
         raise UsageError(f"--resume {path}: is of another model than {work.config.path}")
     if manifest.step > n_steps:
         raise UsageError(
             f"--resume {path}: is at step {manifest.step}, and this run ends at {n_steps}"
         )
-    if not flags:
-        return
+    if manifest.samples != manifest.step * manifest.global_batch:
+        raise UsageError(f"--resume {path}: the global batch changed during its training")
     # Not --init-from: what a run started from before does not matter.
     names = (*sorted(of_kind(LEARNT) - {"init_from"}), *ALSO_EQUAL)
-    values = {name: flags[name] for name in names}
+    values = {name: getattr(plan.args, name) for name in names}
     values |= {"seq_len": work.batch.seq_len, "global_bsz": work.batch.global_batch}
     saved = present_flags(manifest.args)
     saved |= {"seq_len": manifest.seq_len, "global_bsz": manifest.global_batch}
@@ -192,14 +184,13 @@ def check_same_training(
         if saved[name] != value:
             raise UsageError(
                 f"{flag_of(name)} {value}: the checkpoint {path} was trained with {saved[name]}; give "
-                "the same, or --resume-anyway"
+                "the same"
             )
-    for name, file in describe_data(data, manifest.data).items():
+    for name, file in describe_data(plan.data, manifest.data).items():
         stored = manifest.data.get(name, file)
         if (stored.bytes, stored.crc32) != (file.bytes, file.crc32):
             raise UsageError(
-                f"{flag_of(name)}: the file is not the one that {path} was trained on; give the same, "
-                "or --resume-anyway"
+                f"{flag_of(name)}: the file is not the one that {path} was trained on; give the same"
             )
 
 

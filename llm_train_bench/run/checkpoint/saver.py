@@ -27,13 +27,13 @@ from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
 from llm_train_bench.run.checkpoint import manifest as manifests
 from llm_train_bench.run.checkpoint import training_state
-from llm_train_bench.run.checkpoint.durable import Files, commit, failure_of
+from llm_train_bench.run.checkpoint.durable import SAVE_S, Files, commit, failure_of
 from llm_train_bench.run.failures import SAVES
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.signals import ENDING, SAVING, Heard, handled_by, ignore, signal_said
 
-# What a rank may ask all to do, as numbers that can be averaged over ranks; or it has stopped.
-STOP, NOT_FINITE, STOPPED = 1.0, 2.0**20, -1.0
+# What a rank may ask all to do, as numbers that can be averaged over ranks.
+STOP, NOT_FINITE = 1.0, 2.0**20
 # Time [s] from such a signal to the save, two steps later.
 STOPPING_S = 60.0
 
@@ -50,7 +50,7 @@ def build_saver(run: Run, model: HasWeights, optimizer: Optimizer | None) -> "Sa
             for name, value in manifest.scaler.items():
                 getattr(run.scaler, name).fill_(value)
         _resume_dropout(run, directory, manifest)
-    return Saver(run, model, optimizer) if run.attempt.place else None
+    return Saver(run, model, optimizer) if run.attempt.saves else None
 
 
 def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> None:
@@ -111,8 +111,7 @@ class Saver:
 
     def __init__(self, run: Run, model: HasWeights, optimizer: Optimizer):
         self.run, self.model, self.optimizer = run, model, optimizer
-        self.flags, self.files = run.plan.saving, Files()
-        self.directory = cast(Path, run.attempt.place)
+        self.files, self.directory = Files(), run.attempt.place
         self.staging = training_state.Staging(run.device)
         self.saving: _Save | None = None
         self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
@@ -127,7 +126,7 @@ class Saver:
         self.last_good = before.step if before else None
         self.data = before.data if before else {}
         if run.ranks.world > 1:
-            timeout = datetime.timedelta(seconds=self.flags.save_timeout)
+            timeout = datetime.timedelta(seconds=SAVE_S)
             self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
         # The attempt before may have been killed as it removed older ones.
         if before and run.ranks.main:
@@ -146,7 +145,7 @@ class Saver:
                 self.asked, self.number = STOP, number
 
         if self.run.hang:
-            self.run.hang.spared = self.flags.save_timeout + STOPPING_S
+            self.run.hang.spared = SAVE_S + STOPPING_S
         try:
             with handled_by(wish, SAVING) as before:
                 yield
@@ -171,29 +170,26 @@ class Saver:
             return
         if wished >= NOT_FINITE:
             good = "none" if self.last_good is None else f"step {self.last_good}"
-            raise NotFinite(
-                f"the state is not finite at step {step}; last good checkpoint: {good}; --on-nan "
-                "continue goes on without saving"
-            )
-        until = time.monotonic() + self.flags.save_timeout
-        self.finish(until)
+            raise NotFinite(f"the state is not finite at step {step}; last good checkpoint: {good}")
+        deadline = time.monotonic() + SAVE_S
+        self.finish()
         if self.last_good != step:
-            self._save(step, until)
-            self.finish(until)
+            self._save(step, deadline)
+            self.finish()
         why = signal_said(self.number) if self.number else None
         if self.last_good != step:
             raise Preempted(f"{why or 'a signal'}, and could not be saved: {self.failed}")
         ignore((*ENDING, signal.SIGUSR1))
-        self.asked = STOPPED
         with contextlib.suppress(RuntimeError):  # SLURM ends all ranks when the first has ended
             why = next(filter(None, gather(self.run.ranks, why, self.group)), why)
         raise Preempted(why or "a signal", step)
 
     def after(self, step: int) -> None:
-        if (step + 1) % self.flags.save_every == 0 or step + 1 == self.run.plan.schedule.total:
+        plan = self.run.plan
+        if (step + 1) % plan.saving.save_every == 0 or step + 1 == plan.schedule.total:
             self._save(step + 1)
 
-    def _save(self, step: int, until: float | None = None) -> None:
+    def _save(self, step: int, deadline: float | None = None) -> None:
         """Copy the state before step number `step`, and write it; the loop waits for the copy alone."""
         start = time.perf_counter()
         self.finish()
@@ -219,7 +215,7 @@ class Saver:
             "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
             "loss": next((s.loss for s in reversed(self.run.log.steps)), None),
         }
-        save = _Save(step, until or time.monotonic() + self.flags.save_timeout)
+        save = _Save(step, deadline or time.monotonic() + SAVE_S)
         arguments = save, copies, event, share, content
         save.thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=SAVES)
         save.thread.start()
@@ -231,10 +227,10 @@ class Saver:
         if schedule.window_begin <= step - 1 < schedule.window_end - 1:
             m.window_saves = (m.window_saves or 0) + 1
 
-    def finish(self, until: float = float("inf")) -> None:
-        """Wait until nothing is being written, or a save's time is over, or `until`."""
-        if self.saving and self.saving.lasts(min(self.saving.deadline, until)):
-            self._give_up(f"after {self.flags.save_timeout:g} s")
+    def finish(self) -> None:
+        """Wait until nothing is being written, or a save's time is over."""
+        if self.saving and self.saving.lasts(self.saving.deadline):
+            self._give_up(f"after {SAVE_S:g} s")
         self.saving = None
 
     def _give_up(self, when: str = "at once") -> None:
@@ -268,7 +264,7 @@ class Saver:
             (problem, *_) = gather(ranks, problem, self.group)
             if problem:
                 self._tell(f"step {save.step} was not saved: {problem}")
-                if not all(s.finite for s in shares) and self.flags.on_nan == "stop":
+                if not all(s.finite for s in shares):
                     self.asked = NOT_FINITE
                 return
             self.last_good, self.failed = save.step, None
@@ -304,7 +300,8 @@ class Saver:
         manifest = self._manifest(save.step, shares, content)
         self.files.write(part / manifests.MANIFEST, [manifest.text().encode()])
         self.files.synchronize(self.run.steps.fileno())
-        if not all(lease.held() for lease in self.run.attempt.leases):
+        lease = self.run.attempt.lease
+        if not (lease and lease.held()):
             raise ValueError(f"another run saves in {self.directory}")
         if not save.fate.acquire(blocking=False):
             raise ValueError("given up")
@@ -313,12 +310,11 @@ class Saver:
 
     def _retain(self) -> None:
         """Remove older checkpoints than are to be kept."""
-        places = sorted({*self.run.attempt.places, self.directory})
-        if why := failure_of(manifests.retain, places, self.flags.save_keep, self.files):
+        if why := failure_of(manifests.retain, self.directory, self.files):
             self._tell(f"older checkpoints stay: {why}")
 
     def _manifest(self, step: int, shares: list[_Share], content: dict) -> manifests.Manifest:
-        run, work, schedule = self.run, self.run.plan.work, self.run.plan.schedule
+        run, work = self.run, self.run.plan.work
         with contextlib.suppress(OSError):  # moved away since
             self.data = manifests.describe_data(run.plan.data, self.data)
         tensors = dict(shares[0].tensors)
@@ -328,7 +324,7 @@ class Saver:
             run=run.result.run_name,
             lineage=run.attempt.lineage,
             step=step,
-            samples=schedule.samples_before(step, work.batch.global_batch),
+            samples=step * work.batch.global_batch,
             world=work.world,
             layout=layout(run),
             args=run.result.args,
