@@ -33,7 +33,7 @@ KINDS = (
 
 def test_every_flag_has_help_and_there_are_few(capsys):
     n = sum(not flag.positional for kind in KINDS for flag in declared(kind).values())
-    assert n + 1 <= 130  # --from
+    assert n + 1 <= 125  # --from
     for kind in KINDS:
         assert help_texts(kind).keys() == declared(kind).keys()
         with pytest.raises(SystemExit) as end:
