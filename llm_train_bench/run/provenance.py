@@ -1,6 +1,5 @@
 """A run's result before it starts: model, device, settings, environment and first notes."""
 
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -10,7 +9,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,9 +187,6 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "nccl": _nccl() if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
-        "numa": numa_state(
-            Path("/sys/devices/system/node"), Path("/proc/sys/kernel/numa_balancing")
-        ),
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "image": container_image(os.environ),
         "settings": {
@@ -202,14 +197,6 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
         },
         **source_revision(),
     }
-
-
-def numa_state(nodes: Path, balancing: Path) -> dict[str, Any]:
-    """The machine's NUMA nodes, and whether the kernel moves memory between them."""
-    on = None
-    with contextlib.suppress(OSError):
-        on = balancing.read_text(encoding="ascii").strip() != "0"
-    return {"nodes": len(list(nodes.glob("node[0-9]*"))) or None, "balancing": on}
 
 
 def container_image(environ: Mapping[str, str]) -> dict[str, str | None] | None:
