@@ -15,6 +15,8 @@ import torch
 
 from llm_train_bench.base.files import how_to_install
 from llm_train_bench.measure.device import memory_now
+from llm_train_bench.measure.sensors.amd import AmdSensor
+from llm_train_bench.measure.sensors.nvidia import NvidiaSensor
 from llm_train_bench.measure.sensors.sensor import RaplSensor, Sample, Sensor
 from llm_train_bench.results.schema import DeviceUse
 
@@ -156,10 +158,4 @@ def find_sensor(device: torch.device) -> Sensor:
     """The sensor of a device; the exception says why there is none."""
     if device.type == "cpu":
         return RaplSensor()
-    if torch.version.hip:
-        from llm_train_bench.measure.sensors.amd import AmdSensor
-
-        return AmdSensor(device)
-    from llm_train_bench.measure.sensors.nvidia import NvidiaSensor
-
-    return NvidiaSensor(device)
+    return AmdSensor(device) if torch.version.hip else NvidiaSensor(device)

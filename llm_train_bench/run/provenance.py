@@ -161,10 +161,6 @@ LAUNCHED = {
 }
 
 
-def _is_setting(name: str) -> bool:
-    return name.startswith(SETTINGS) and not SECRET.search(name)
-
-
 def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict[str, Any]:
     """Plain JSON data on host, software and revision; what cannot be read is None.
 
@@ -185,7 +181,7 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
-        "nccl": _nccl() if device.type == "cuda" else None,
+        "nccl": nccl_version() if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "image": container_image(os.environ),
@@ -193,7 +189,7 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
             # A path of one machine says nothing.
             k: CREDENTIALS.sub("://...@", v.replace(home, "~") if home else v)
             for k, v in sorted(os.environ.items() - LAUNCHED.items())
-            if _is_setting(k)
+            if k.startswith(SETTINGS) and not SECRET.search(k)
         },
         **source_revision(),
     }
@@ -227,14 +223,6 @@ def source_revision() -> dict[str, str | bool | None]:
         edit = output_of(*git, "diff", "HEAD", "--", ".", ":!benchmarks/results") or ""
         revision["git_diff"] = hashlib.sha256((changes + edit).encode()).hexdigest()[:10]
     return revision
-
-
-def _nccl() -> str | None:
-    """Version of NCCL, or of RCCL on AMD."""
-    try:
-        return ".".join(map(str, nccl_version()))
-    except (RuntimeError, AttributeError):  # a build without it
-        return None
 
 
 @functools.cache
