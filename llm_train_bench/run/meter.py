@@ -55,18 +55,16 @@ _SUFFIXES = (f"-{i}" if i else "" for i in itertools.count())
 LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
 
 
+@dataclasses.dataclass(slots=True)
 class MeterStep:
     """What a loop tells of one step: its loss (a number, or a tensor of one element), lr and tokens.
 
     `tokens` are those of all ranks, where they are not the Meter's `tokens_per_step`.
     """
 
-    __slots__ = ("loss", "lr", "tokens")
-
-    def __init__(self) -> None:
-        self.loss: float | Tensor | None = None
-        self.lr: float | None = None
-        self.tokens: int | None = None
+    loss: float | Tensor | None = None
+    lr: float | None = None
+    tokens: int | None = None
 
 
 class Meter(RunRecord):
