@@ -233,7 +233,7 @@ def test_bad_use_is_one_line(tmp_path, monkeypatch):
             refused("is not data, forward, backward", one.part("loss"))
             with one.part("forward"):
                 refused("parts are not nested", one.part("backward"))
-                with pytest.raises(UsageError, match="a step has not ended"):
+                with pytest.raises(UsageError, match="a part has not ended"):
                     one.paused("save")
             with pytest.raises(UsageError, match="steps are not nested"):
                 one.paused("save")

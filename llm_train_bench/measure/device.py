@@ -5,6 +5,8 @@ import ctypes
 import os
 import resource
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -112,6 +114,16 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def time_steps(step: Callable[[], object], n: int, device: torch.device) -> float:
+    """Mean seconds of n calls, the device idle before and after."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(n):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) / n
 
 
 def reset_peak_memory(device: torch.device) -> None:

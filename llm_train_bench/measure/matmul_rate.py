@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from llm_train_bench.measure.rates import time_steps
+from llm_train_bench.measure.device import time_steps
 
 # So small that it fits beside any model: 24 MiB in bf16.
 GPU_SIZE, CPU_SIZE = 2048, 256

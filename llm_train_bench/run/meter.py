@@ -48,6 +48,12 @@ from llm_train_bench.trace.read_trace import Trace
 MOST_STEPS = 10**7
 # What a Meter itself writes among the arguments of its result.
 OWN_ARGS = (*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script")
+# Why nothing may begin in some states of a meter.
+BUSY = {
+    "inside": "a step has not ended; steps are not nested, and pauses are between them",
+    "part": "a part has not ended; parts are not nested",
+    "ended": "the meter has ended",
+}
 # The meter that is open in this process; and endings that tell apart those of one second.
 _OPEN: "weakref.WeakSet[Meter]" = weakref.WeakSet()
 _SUFFIXES = (f"-{i}" if i else "" for i in itertools.count())
@@ -262,14 +268,8 @@ class Meter(RunRecord):
 
     def _must_be(self, state: str, what: str, advice: str) -> None:
         """UsageError unless the meter is in this state."""
-        if self.state == "ended":
-            advice = "the meter has ended"
-        elif self.state == "part" and state == "inside":
-            advice = "a part has not ended; parts are not nested"
-        elif self.state in ("inside", "part"):
-            advice = "a step has not ended; steps are not nested, and pauses are between them"
         if self.state != state:
-            raise UsageError(f"Meter.{what}: {advice}")
+            raise UsageError(f"Meter.{what}: {BUSY.get(self.state, advice)}")
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
