@@ -50,7 +50,7 @@ from torch import Tensor
 from benchmarks import common
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.check.workloads import Workload, workloads
-from llm_train_bench.measure.rates import time_steps
+from llm_train_bench.measure.device import time_steps
 from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.layout import Permute, inverse
 from llm_train_bench.model.loss import LinearCrossEntropy

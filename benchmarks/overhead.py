@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks import common
-from llm_train_bench.measure.device import pick_device
-from llm_train_bench.measure.rates import time_steps
+from llm_train_bench.measure.device import pick_device, time_steps
 from llm_train_bench.run.loop import build_step, uncollected
 from llm_train_bench.run.meter import Meter
 

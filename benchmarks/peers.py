@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from benchmarks import common
 from benchmarks.peer_models import Contestant, load, peers_of, set_gelu
 from llm_train_bench.apply.precision import autocast
-from llm_train_bench.measure.device import keep_freed_memory
-from llm_train_bench.measure.rates import time_steps
+from llm_train_bench.measure.device import keep_freed_memory, time_steps
 from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.run.loop import uncollected
 

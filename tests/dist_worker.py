@@ -106,7 +106,7 @@ class Job(NamedTuple):
     mutant: str = ""
 
 
-# Stands in for a CPU's energy counter: each rank sees a machine that takes 100 W.
+# Stands in for a GPU's sensor: each rank sees one that takes 100 W.
 METER = types.SimpleNamespace(
     source="tests/dist_worker.py",
     joules=lambda: 100.0 * time.perf_counter(),
@@ -426,6 +426,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 *(mock.patch.object(m, "build_optimizer", traffic.built) for m in OPTIMIZERS),
                 mock.patch("llm_train_bench.model.init.fill_normal", traffic.fill_normal),
                 mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: METER),
+                mock.patch("llm_train_bench.measure.power.PowerMeter.SHORTEST_S", 0.0),
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
                 KEEP_ALL,
                 mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),

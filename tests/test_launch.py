@@ -33,7 +33,6 @@ from llm_train_bench.run.checkpoint import durable
 from llm_train_bench.run.failures import LOST, classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
-from llm_train_bench.run.provenance import numa_state
 from tests.helpers import ROOT, free_port, only_result, read_steps
 from tests.processes import TORCHRUN, Started, signal_all, training, wait_until
 
@@ -621,8 +620,6 @@ def test_launchers_are_recognised():
     # A batch script itself is one process, however many tasks it asked for.
     batch = "SLURM_PROCID=0 SLURM_NTASKS=16 SLURM_LOCALID=0"
     srun = f"{batch} SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=16 SLURM_LOCALID=5"
-    # Flux and PALS set MPICH's names too, without the rank on the node.
-    mpich = "PMI_RANK=3 PMI_SIZE=4"
     for text, expected in (
         ("", None),
         ("RANK=3 WORLD_SIZE=8 LOCAL_RANK=1", Ranks(3, 8, 1)),
@@ -635,9 +632,8 @@ def test_launchers_are_recognised():
         ("SLURM_NTASKS=8", None),  # inside salloc, outside srun
         (batch, None),
         (f"{srun} {torchrun}", Ranks(0, 2, 0)),
-        (f"{mpich} FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1", Ranks(3, 4, 1)),
-        (f"{mpich} PALS_RANKID=3 PALS_LOCAL_RANKID=1", Ranks(3, 4, 1)),
-        ("JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK=1", Ranks(3, 4, 1)),
+        ("PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1", Ranks(3, 4, 1)),
+        ("PMI_RANK=0 PMI_SIZE=1", None),
     ):
         environ = dict(word.split("=") for word in text.split())
         assert find_ranks(environ) == expected, environ
@@ -645,28 +641,15 @@ def test_launchers_are_recognised():
         find_ranks({"RANK": "x", "WORLD_SIZE": "2"})
     with pytest.raises(UsageError, match="RANK=2 and LOCAL_RANK=0: both must be below WORLD_"):
         find_ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    with pytest.raises(UsageError, match="set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR"):
+        find_ranks({"PMI_RANK": "3", "PMI_SIZE": "4"})  # Flux and PALS set no more
 
 
-def test_the_first_host_by_each_scheduler(tmp_path, monkeypatch):
-    """Flux answers a command; PBS and LSF leave files, LSF's with the launching node first."""
-    flux, hosts = tmp_path / "flux", tmp_path / "hosts"
-    flux.write_text("#!/bin/sh\n[ \"$*\" = 'hostlist local' ] && echo node7,node8\n")
-    flux.chmod(0o755)
-    hosts.write_text("node1\nnode2\nnode2\n")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert ranks._first_host({"FLUX_JOB_ID": "f1", "WORLD_SIZE": "4"}) == "node7"
-    assert ranks._first_host({"PBS_NODEFILE": str(hosts), "WORLD_SIZE": "4"}) == "node1"
-    assert ranks._first_host({"LSB_DJOB_RANKFILE": str(hosts), "WORLD_SIZE": "4"}) == "node2"
+def test_where_ranks_meet_without_a_schedulers_list():
+    alone = {"WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert ranks._first_host(alone) == "127.0.0.1"
     with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
-        ranks._first_host({"PBS_NODEFILE": str(tmp_path / "none"), "WORLD_SIZE": "4"})
-
-
-def test_the_state_of_numa_is_told(tmp_path):
-    for name in ("node0", "node1", "possible"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "balancing").write_text("1\n")
-    assert numa_state(tmp_path, tmp_path / "balancing") == {"nodes": 2, "balancing": True}
-    assert numa_state(tmp_path / "x", tmp_path / "y") == {"nodes": None, "balancing": None}
+        ranks._first_host(alone | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
 
 
 def test_ranks_by_slurm_environment(start, tmp_path):

@@ -233,7 +233,7 @@ def test_bad_use_is_one_line(tmp_path, monkeypatch):
             refused("is not data, forward, backward", one.part("loss"))
             with one.part("forward"):
                 refused("parts are not nested", one.part("backward"))
-                with pytest.raises(UsageError, match="a step has not ended"):
+                with pytest.raises(UsageError, match="a part has not ended"):
                     one.paused("save")
             with pytest.raises(UsageError, match="steps are not nested"):
                 one.paused("save")
@@ -303,6 +303,8 @@ def test_the_trainers_steps(tmp_path):
     own = trained(tmp_path / "own", TINY, "--device cpu --amp off --bsz 2 --seq-len 16 --n-steps 1")
     assert r["metrics"]["flops_per_token_palm"] == own["metrics"]["flops_per_token_palm"]
     assert r["args"]["grad_acc_steps"] == 2 and r["args"]["amp"] == "off"
+    ours = {"bsz", "grad_clip", "lr", "lr_warmup_steps", "optimizer", "pt_compile", "weight_decay"}
+    assert ours < set(r["args"]) and {"optim", "learning_rate", "bf16"}.isdisjoint(r["args"])
     assert r["environment"]["libraries"]["transformers"] and r["observed"]["matmuls"]
 
 

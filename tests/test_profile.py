@@ -181,7 +181,7 @@ def test_the_nsys_range_holds_the_steps_asked_for(monkeypatch):
     """On a CPU, with a recorder in place of CUDA's profiler and NVTX."""
     calls = []
     monkeypatch.setattr(profiling, "_profiler_api", lambda start: calls.append(start))
-    monkeypatch.setattr(profiling, "_go_on", lambda run: calls.append("go on"))
+    monkeypatch.setattr(profiling, "start_together", lambda run: calls.append("go on"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
     draw = lambda name: contextlib.nullcontext(calls.append(name))  # noqa: E731

@@ -17,16 +17,12 @@ from pathlib import Path
 # files, and the parent prints the first one.
 PARENT = "LLM_TRAIN_BENCH_PARENT"
 # Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
-# (it may have started Open MPI's daemons), Flux, PALS (which has no size besides MPICH's), LSF's jsrun,
-# MPICH. Flux and PALS set MPICH's too, without the rank on the node.
+# (it may have started Open MPI's daemons), MPICH.
 # SLURM_NTASKS would not do: a batch script has it and SLURM_PROCID=0 too, but is no rank.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
-    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from llm_train_bench.measure.rates import time_steps
+from llm_train_bench.measure.device import time_steps
 
 # Bus bytes of each collective, in (n - 1) / n of the tensor's.
 COLLECTIVES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}

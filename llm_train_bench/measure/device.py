@@ -5,6 +5,8 @@ import ctypes
 import os
 import resource
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +16,8 @@ from llm_train_bench.base.errors import OwnError, UsageError
 from llm_train_bench.base.machine import Platform, cpu_name
 
 GIB = 2**30
+# NCCL's own variable, with which ranks may share a GPU from NCCL 2.31 on; older ones refuse it.
+SHARE_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -27,45 +31,27 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         keep_freed_memory()
         return torch.device("cpu")
     n = torch.cuda.device_count()
-    if local_rank >= n:
-        check_sharing(local_rank, n)
-    device = torch.device("cuda", local_rank % n)
-    torch.cuda.set_device(device)
-    return device
-
-
-# NCCL's own variable, with which ranks may share a GPU, and the first version that has it.
-SHARE_GPU, SHARES_FROM = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 31)
-
-
-def check_sharing(local_rank: int, n: int) -> None:
-    """OwnError unless a rank beyond the n GPUs of its machine may share one."""
-    if os.environ.get(SHARE_GPU) != "1":
+    if local_rank >= n and os.environ.get(SHARE_GPU) != "1":
         raise OwnError(
             f"rank {local_rank} of this machine sees no GPU for itself, only {n} in all; start one rank "
             "per GPU, and let each see all of them (srun: --gpu-bind=none, not --gpus-per-task). "
             f"{SHARE_GPU}=1 lets ranks share GPUs, to test layouts (docs/LAYOUTS.md)"
         )
-    version = nccl_version()
-    if torch.version.hip or version < SHARES_FROM:
-        library = "RCCL" if torch.version.hip else f"NCCL {'.'.join(map(str, version))}"
-        raise OwnError(
-            f"{SHARE_GPU}=1: {library} does not let ranks share a GPU; NCCL 2.31 does (docs/LAYOUTS.md)"
-        )
+    device = torch.device("cuda", local_rank % n)
+    torch.cuda.set_device(device)
+    return device
 
 
-def nccl_version() -> tuple[int, int, int]:
-    """The version of NCCL, or RCCL on AMD, that is loaded: not always the one PyTorch was built with.
-
-    RuntimeError or AttributeError in a build without it.
-    """
+def nccl_version() -> str | None:
+    """The version of NCCL, or RCCL on AMD, that is loaded: not always the one PyTorch was built with."""
     number = ctypes.c_int()
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # it may be a part of PyTorch's own library
         library = ctypes.CDLL("librccl.so.1" if torch.version.hip else "libnccl.so.2")
         library.ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):  # it is a part of PyTorch's own library
-        return nccl.version()[:3]
-    return number.value // 10000, number.value // 100 % 100, number.value % 100
+        return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+    with contextlib.suppress(RuntimeError, AttributeError):  # a build without it
+        return ".".join(map(str, nccl.version()[:3]))
+    return None
 
 
 def gpu_of(device: torch.device) -> str | None:
@@ -128,6 +114,16 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def time_steps(step: Callable[[], object], n: int, device: torch.device) -> float:
+    """Mean seconds of n calls, the device idle before and after."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(n):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) / n
 
 
 def reset_peak_memory(device: torch.device) -> None:

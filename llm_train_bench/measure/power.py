@@ -15,9 +15,12 @@ import torch
 
 from llm_train_bench.base.files import how_to_install
 from llm_train_bench.measure.device import memory_now
-from llm_train_bench.measure.sensors.sensor import RaplSensor, Sample, Sensor
+from llm_train_bench.measure.sensors.amd import AmdSensor
+from llm_train_bench.measure.sensors.nvidia import NvidiaSensor
+from llm_train_bench.measure.sensors.sensor import Sample
 from llm_train_bench.results.schema import DeviceUse
 
+GpuSensor = AmdSensor | NvidiaSensor
 # A counter at rest is not believed if this part of the samples shows its reason.
 OFTEN = 0.1
 
@@ -28,8 +31,8 @@ class PowerMeter:
     A thread takes samples; its queries are C calls that let the training thread run.
     """
 
-    GPU_INTERVAL_S, CPU_INTERVAL_S = 0.2, 30.0
-    # A GPU's counters are not used in shorter windows: they advance every 0.1 s (H200).
+    INTERVAL_S = 0.2
+    # The counters are not used in shorter windows: they advance every 0.1 s (H200).
     SHORTEST_S = 2.0
     PROCESS_INTERVAL = 5  # samples between queries of other processes
 
@@ -38,8 +41,7 @@ class PowerMeter:
         self.family = frozenset({os.getpid(), *family})
         self.source = "none"
         self.device = device
-        self.sensor = Sensor()
-        self.interval = self.CPU_INTERVAL_S if device.type == "cpu" else self.GPU_INTERVAL_S
+        self.sensor = None
         try:
             self.sensor = find_sensor(device)
             self.source = self.sensor.source
@@ -55,24 +57,24 @@ class PowerMeter:
 
     def begin(self) -> None:
         self.memory = [memory_now(self.device)]
-        if not self.sensor:
+        if self.sensor is None:
             return
         self.samples: list[Sample] = []
         self.others = [self._ask(self.sensor.other_processes, self.family)]
         self.counters = self._ask(self.sensor.throttle_counters) or (0.0, {})
         self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._take_samples, daemon=True)
+        self.thread = threading.Thread(target=self._take_samples, args=(self.sensor,), daemon=True)
         self.thread.start()
         self.start_s = time.perf_counter()
         self.joules = self._ask(self.sensor.joules)
 
-    def _take_samples(self) -> None:
-        while not self.stop.wait(self.interval):
+    def _take_samples(self, sensor: GpuSensor) -> None:
+        while not self.stop.wait(self.INTERVAL_S):
             self.memory.append(self._ask(memory_now, self.device))
-            if (sample := self._ask(self.sensor.sample)) is not None:
+            if (sample := self._ask(sensor.sample)) is not None:
                 self.samples.append(sample)
                 if len(self.samples) % self.PROCESS_INTERVAL == 0:
-                    self.others.append(self._ask(self.sensor.other_processes, self.family))
+                    self.others.append(self._ask(sensor.other_processes, self.family))
 
     @staticmethod
     def _ask(query: Callable, *args):
@@ -85,7 +87,7 @@ class PowerMeter:
         """The readings since begin()."""
         self.memory.append(memory_now(self.device))
         memory_mean_gib = _mean([gib for gib in self.memory if gib is not None])
-        if not self.sensor:
+        if self.sensor is None:
             return DeviceUse(rank=rank, memory_mean_gib=memory_mean_gib)
         now = self._ask(self.sensor.joules)
         seconds = time.perf_counter() - self.start_s
@@ -93,7 +95,7 @@ class PowerMeter:
             self.samples.append(sample)  # the window was shorter than the interval
         self.close()
         joules = None  # also where the counter did not move
-        if self.device.type != "cpu" and seconds < self.SHORTEST_S:
+        if seconds < self.SHORTEST_S:
             self.source = f"none: the window is shorter than {self.SHORTEST_S:g} s"
             self.counters = (0.0, {})
         elif now is not None and self.joules is not None and now > self.joules:
@@ -121,17 +123,17 @@ class PowerMeter:
             temperature_max_c=max(sampled("temperature_c"), default=None),
             memory_mean_gib=memory_mean_gib,
             n_samples=len(self.samples),
-            throttled=self._throttled(),
+            throttled=self._throttled(self.sensor),
             other_processes=max(others, default=None),
         )
 
-    def _throttled(self) -> dict[str, float] | None:
+    def _throttled(self, sensor: GpuSensor) -> dict[str, float] | None:
         """Fraction of the window for which each reason held the clocks down; None if unknown."""
         sampled = [s.reasons for s in self.samples if s.reasons is not None]
         counted = Counter(reason for reasons in sampled for reason in reasons)
         parts = {reason: n / len(sampled) for reason, n in counted.items()}
         begin, before = self.counters
-        end, after = self._ask(self.sensor.throttle_counters) or (0.0, {})
+        end, after = self._ask(sensor.throttle_counters) or (0.0, {})
         usable = {r for r in before if r in after and end > begin}
         for reason in usable:
             part = (after[reason] - before[reason]) / (end - begin)
@@ -152,14 +154,8 @@ def _mean(values: list[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def find_sensor(device: torch.device) -> Sensor:
-    """The sensor of a device; the exception says why there is none."""
+def find_sensor(device: torch.device) -> GpuSensor:
+    """The sensor of a GPU; the exception says why there is none."""
     if device.type == "cpu":
-        return RaplSensor()
-    if torch.version.hip:
-        from llm_train_bench.measure.sensors.amd import AmdSensor
-
-        return AmdSensor(device)
-    from llm_train_bench.measure.sensors.nvidia import NvidiaSensor
-
-    return NvidiaSensor(device)
+        raise LookupError("a CPU's energy is not measured")
+    return AmdSensor(device) if torch.version.hip else NvidiaSensor(device)

@@ -16,20 +16,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from llm_train_bench.base.hardware import threads_of
-from llm_train_bench.measure.device import device_name, memory_gib, synchronize
+from llm_train_bench.measure.device import device_name, memory_gib, time_steps
 
 Call = Callable[[int], object]
 COPIES = 4  # operands taken in turn, so that they do not stay in the cache
-
-
-def time_steps(step: Callable[[], object], n: int, device: torch.device) -> float:
-    """Mean seconds of n calls, the device idle before and after."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(n):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - start) / n
 
 
 def matmul(

@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import subprocess
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,10 @@ from torch.distributed import distributed_c10d
 
 from llm_train_bench.base.errors import NotJoined, UsageError
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.machine import n_cores
+from llm_train_bench.base.machine import n_cores, output_of
 from llm_train_bench.measure.device import is_out_of_memory
 from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER
 
-JOB_IDS = ("SLURM_JOB_ID", "FLUX_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # The private directory of a launcher of ours, on each machine; the ranks of one machine meet there.
 MEETING = "LLM_TRAIN_BENCH_MEETING"
 # A name for the ranks that an agent of ours started together, the same on all nodes.
@@ -68,6 +65,11 @@ def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
             rank, world, local = map(int, [*values, 0][:3])
             if world == 1 and names[0] != "RANK":
                 continue
+            if names[0] == "PMI_RANK" and names[2] not in environ:  # others than MPICH set it too
+                raise UsageError(
+                    f"PMI_RANK without {names[2]}: the launcher is unknown; set RANK, WORLD_SIZE, "
+                    "LOCAL_RANK and MASTER_ADDR, or start torchrun"
+                )
             if rank >= world or local >= world:
                 shown = f"{names[0]}={rank} and {names[2]}={local}"
                 raise UsageError(f"{shown}: both must be below {names[1]}={world}")
@@ -91,9 +93,8 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         os.environ["MASTER_ADDR"] = _first_host(os.environ)
     if "MASTER_PORT" not in os.environ and not private:
         # One port for all ranks of a job, and another for another job on the same hosts.
-        job = next((os.environ[name] for name in JOB_IDS if name in os.environ), "0")
-        number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
-        os.environ["MASTER_PORT"] = str(29500 + number % 1000)
+        job = int(os.environ.get("SLURM_JOB_ID", "0"))
+        os.environ["MASTER_PORT"] = str(29500 + job % 1000)
     cuda = device.type == "cuda"
     timeout = collective_timeout(device, timeout_s)
     if cuda:  # NCCL's second watchdog waits for the first
@@ -221,19 +222,10 @@ def _launchers_directory() -> Path | None:
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """The host where ranks meet: the first of the job, as its scheduler tells."""
+    """The host where ranks meet: the first of a SLURM job, or this one if Open MPI uses no other."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    command = ["scontrol", "show", "hostnames", nodes] if nodes else None
-    if not nodes and "FLUX_JOB_ID" in environ:
-        command = ["flux", "hostlist", "local"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        if command:
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            return done.stdout.replace(",", " ").split()[0]
-    # In LSF's file the first line is the node that the job script runs on, which has no ranks.
-    for name, line in (("PBS_NODEFILE", 0), ("LSB_DJOB_RANKFILE", 1)):
-        with contextlib.suppress(OSError, LookupError):
-            return Path(environ[name]).read_text(encoding="utf-8").split()[line]
+    if nodes and (hosts := output_of("scontrol", "show", "hostnames", nodes)):
+        return hosts.split()[0]
     if int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", -1)) == int(environ["WORLD_SIZE"]):
         return "127.0.0.1"
     raise UsageError("MASTER_ADDR is not set; give the address of rank 0's host to every rank")

@@ -82,15 +82,12 @@ def lost_a_rank(error: BaseException) -> bool:
 
 def exit_code(error: BaseException) -> int:
     """2 bad input, 3 out of memory, 4 cannot fit, 75 saved and stopped, 130 interrupted, 1 the rest."""
-    if isinstance(error, errors.Preempted) and error.step is not None:
-        return PREEMPTED
-    if isinstance(error, KeyboardInterrupt | errors.Interrupted):
-        return INTERRUPTED
     if isinstance(error, errors.DoesNotFit):
         return 4
     if isinstance(error, errors.UsageError | ConfigError):
         return 2
-    return 3 if is_out_of_memory(error) else 1
+    status, _ = classify(error)
+    return {"preempted": PREEMPTED, "interrupted": INTERRUPTED, "oom": 3}.get(status, 1)
 
 
 def is_our_fault(error: BaseException) -> bool:

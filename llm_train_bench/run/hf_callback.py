@@ -24,13 +24,18 @@ from llm_train_bench.run.provenance import digest_of
 # Beginnings of the names of training arguments that may differ between repeats.
 NO_SETTING = tuple(
     "output_dir run_name project trackio_ report_to hub_ push_to_hub log_ logging_ save_ eval_ do_ "
-    "resume_ max_steps num_train_epochs data_seed local_rank".split()
+    "resume_ max_steps num_train_epochs data_seed local_rank bf16 fp16".split()
 )
-# Those that _settings calls by the names of our own flags.
-OURS = (
-    "bf16 fp16 per_device_train_batch_size gradient_accumulation_steps optim learning_rate weight_decay "
-    "max_grad_norm seed warmup_steps".split()
-)
+# Those that our own flags have by other names.
+OUR_NAMES = {
+    "gradient_accumulation_steps": "grad_acc_steps",
+    "learning_rate": "lr",
+    "max_grad_norm": "grad_clip",
+    "optim": "optimizer",
+    "per_device_train_batch_size": "bsz",
+    "torch_compile": "pt_compile",
+    "warmup_steps": "lr_warmup_steps",
+}
 
 
 class HFMeterCallback(TrainerCallback):
@@ -171,24 +176,15 @@ def _refuse_other_work(model: nn.Module, config: ModelConfig) -> None:
 
 def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
     """What tells this run from others: its arguments, where it can be by the names of our own flags."""
-    others = {
-        k: v if isinstance(v, str | int | float | None) else json.dumps(v, default=str)
-        for k, v in args.to_dict().items()
-        if not k.startswith(NO_SETTING) and k not in (*OURS, *OWN_ARGS) and not SECRET.search(k)
-    }
-    amp = "bf16" if args.bf16 else "fp16" if args.fp16 else "off"
-    return others | {
-        "amp": amp,
+    settings: dict[str, Any] = {}
+    for name, value in args.to_dict().items():
+        ours = OUR_NAMES.get(name, name)
+        if not (name.startswith(NO_SETTING) or ours in OWN_ARGS or SECRET.search(name)):
+            plain = isinstance(value, str | int | float | None)
+            settings[ours] = value if plain else json.dumps(value, default=str)
+    return settings | {
+        "amp": "bf16" if args.bf16 else "fp16" if args.fp16 else "off",
         "dtype": str(getattr(model, "dtype", None)).removeprefix("torch."),
-        "pt_compile": bool(args.torch_compile),
         "sac_freq": "1/1" if args.gradient_checkpointing else None,
-        "bsz": args.per_device_train_batch_size,
-        "grad_acc_steps": args.gradient_accumulation_steps,
-        "optimizer": str(getattr(args.optim, "value", args.optim)),
-        "lr": args.learning_rate,
-        "lr_warmup_steps": args.warmup_steps,
-        "weight_decay": args.weight_decay,
-        "grad_clip": args.max_grad_norm,
-        "seed": args.seed,
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
     }

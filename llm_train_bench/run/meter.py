@@ -27,12 +27,12 @@ from llm_train_bench.formulas.flops import flops_per_token as flops_of
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.steps import REST
 from llm_train_bench.model.config import ModelConfig, load_config, parse_config
-from llm_train_bench.parallel.ranks import Ranks, find_ranks, gather, meet, on_main
+from llm_train_bench.parallel.ranks import Ranks, find_ranks, gather, on_main
 from llm_train_bench.results.figures import fill_flop_rates
 from llm_train_bench.results.result_files import command_began, now, this_process
 from llm_train_bench.results.schema import METER_LENGTH, Lineage, ModelInfo, Result, StepSize
 from llm_train_bench.run.failures import classify
-from llm_train_bench.run.profiling import traced
+from llm_train_bench.run.profiling import start_together, traced
 from llm_train_bench.run.provenance import (
     default_name,
     describe_device,
@@ -48,6 +48,12 @@ from llm_train_bench.trace.read_trace import Trace
 MOST_STEPS = 10**7
 # What a Meter itself writes among the arguments of its result.
 OWN_ARGS = (*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script")
+# Why nothing may begin in some states of a meter.
+BUSY = {
+    "inside": "a step has not ended; steps are not nested, and pauses are between them",
+    "part": "a part has not ended; parts are not nested",
+    "ended": "the meter has ended",
+}
 # The meter that is open in this process; and endings that tell apart those of one second.
 _OPEN: "weakref.WeakSet[Meter]" = weakref.WeakSet()
 _SUFFIXES = (f"-{i}" if i else "" for i in itertools.count())
@@ -55,18 +61,16 @@ _SUFFIXES = (f"-{i}" if i else "" for i in itertools.count())
 LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
 
 
+@dataclasses.dataclass(slots=True)
 class MeterStep:
     """What a loop tells of one step: its loss (a number, or a tensor of one element), lr and tokens.
 
     `tokens` are those of all ranks, where they are not the Meter's `tokens_per_step`.
     """
 
-    __slots__ = ("loss", "lr", "tokens")
-
-    def __init__(self) -> None:
-        self.loss: float | Tensor | None = None
-        self.lr: float | None = None
-        self.tokens: int | None = None
+    loss: float | Tensor | None = None
+    lr: float | None = None
+    tokens: int | None = None
 
 
 class Meter(RunRecord):
@@ -183,10 +187,9 @@ class Meter(RunRecord):
             raise UsageError(f"Meter: device={device!r}: is no device of torch") from None
         if device.type not in ("cuda", "cpu"):
             raise UsageError(f"Meter: device {device}: only GPUs (cuda) and CPUs are measured")
-        if device.type == "cuda" and here is None:
-            raise UsageError(f"Meter: device {device}: PyTorch finds no GPU here")
-        if device.type == "cuda" and device.index not in (None, here):
-            raise UsageError(f"Meter: device {device}: call torch.cuda.set_device({device}) first")
+        if device.type == "cuda" and (here is None or device.index not in (None, here)):
+            advice = f"must be the current GPU, which is {here}; see torch.cuda.set_device"
+            raise UsageError(f"Meter: device {device}: {advice}")
         script = Path(sys.argv[0] or "python").name
         args: dict[str, Any] = {"n_steps": n_steps, "warmup_steps": warmup_steps}
         args |= {} if usd_per_hour is None else {"usd_per_hour": usd_per_hour}
@@ -194,7 +197,11 @@ class Meter(RunRecord):
             words = " ".join(shown_command(sys.argv[1:]))
             args["command"] = f"{words} ({digest_of(json.dumps(sys.argv[1:]))[:8]})"
         args |= dict(settings or {})
-        model = self._model(name)
+        if self.config:
+            model = describe_model(self.config)
+        else:
+            name = name or Path(sys.argv[0]).stem or "model"
+            model = ModelInfo(name=name, hash=digest_of(f"{name} {flops_per_token}"))
         called = run_name or default_name(re.sub(r"[^\w.+-]", "_", model.name), {}) + next(
             _SUFFIXES
         )
@@ -227,12 +234,6 @@ class Meter(RunRecord):
         directory = Path(output_dir).absolute() / called  # the loop may go elsewhere
         super().__init__(result, directory, device, ranks, self.window_end, output, palm, bar=False)
         self.shows_table = not quiet
-
-    def _model(self, name: str | None) -> ModelInfo:
-        if self.config:
-            return describe_model(self.config)
-        name = name or Path(sys.argv[0]).stem or "model"
-        return ModelInfo(name=name, hash=digest_of(f"{name} {self.flops}"))
 
     @property
     def done(self) -> bool:
@@ -267,14 +268,8 @@ class Meter(RunRecord):
 
     def _must_be(self, state: str, what: str, advice: str) -> None:
         """UsageError unless the meter is in this state."""
-        if self.state == "ended":
-            advice = "the meter has ended"
-        elif self.state == "part" and state == "inside":
-            advice = "a part has not ended; parts are not nested"
-        elif self.state in ("inside", "part"):
-            advice = "a step has not ended; steps are not nested, and pauses are between them"
         if self.state != state:
-            raise UsageError(f"Meter.{what}: {advice}")
+            raise UsageError(f"Meter.{what}: {BUSY.get(self.state, advice)}")
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -297,15 +292,13 @@ class Meter(RunRecord):
 
         Inside the window it makes the run invalid, as in our own loop.
         """
-        m = self.result.metrics
-        if kind not in ("evaluation", "save"):
+        fields = {"evaluation": "window_evaluations", "save": "window_saves"}
+        if kind not in fields:
             raise UsageError(f"Meter.paused: {kind!r} is not evaluation or save")
         self._must_be("between", "paused", "it belongs between two steps")
         if self.warmup_steps <= self.n < self.window_end:
-            if kind == "save":
-                m.window_saves = (m.window_saves or 0) + 1
-            else:
-                m.window_evaluations = (m.window_evaluations or 0) + 1
+            before = getattr(self.result.metrics, fields[kind]) or 0
+            setattr(self.result.metrics, fields[kind], before + 1)
         if self.n < self.window_end:
             self.log.start()
 
@@ -345,9 +338,7 @@ class Meter(RunRecord):
         warmup = sum(s.step_time_s for s in self.log.steps)
         self.result.metrics.setup_s = time.perf_counter() - self.started - warmup
         self.window.open(0.0, probe=False)
-        meet(self.ranks)  # or the first step would include other ranks' preparations
-        synchronize(self.device)
-        self.log.start()
+        start_together(self)
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:

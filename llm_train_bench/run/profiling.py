@@ -98,7 +98,7 @@ class TorchCapture:
         plain.unlink()
         if self.run.ranks.main:
             self.run.result.profile = self._breakdown(path)
-        _go_on(self.run)
+        start_together(self.run)
 
     def _breakdown(self, path: Path) -> Profile:
         work = self.run.plan.work
@@ -205,10 +205,10 @@ class NsysCapture:
     def write(self, step: int) -> None:
         """Nothing is written here, but the pause after the last step is no part of the next."""
         if step == self.steps[-1]:
-            _go_on(self.run)
+            start_together(self.run)
 
 
-def _go_on(run: Run) -> None:
+def start_together(run: RunRecord) -> None:
     """Begin the next step on all ranks at once, or it would include waiting for one of them."""
     meet(run.ranks)
     synchronize(run.device)

@@ -1,6 +1,5 @@
 """A run's result before it starts: model, device, settings, environment and first notes."""
 
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -10,7 +9,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -163,10 +161,6 @@ LAUNCHED = {
 }
 
 
-def _is_setting(name: str) -> bool:
-    return name.startswith(SETTINGS) and not SECRET.search(name)
-
-
 def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict[str, Any]:
     """Plain JSON data on host, software and revision; what cannot be read is None.
 
@@ -187,29 +181,18 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
-        "nccl": _nccl() if device.type == "cuda" else None,
+        "nccl": nccl_version() if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
-        "numa": numa_state(
-            Path("/sys/devices/system/node"), Path("/proc/sys/kernel/numa_balancing")
-        ),
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "image": container_image(os.environ),
         "settings": {
             # A path of one machine says nothing.
             k: CREDENTIALS.sub("://...@", v.replace(home, "~") if home else v)
             for k, v in sorted(os.environ.items() - LAUNCHED.items())
-            if _is_setting(k)
+            if k.startswith(SETTINGS) and not SECRET.search(k)
         },
         **source_revision(),
     }
-
-
-def numa_state(nodes: Path, balancing: Path) -> dict[str, Any]:
-    """The machine's NUMA nodes, and whether the kernel moves memory between them."""
-    on = None
-    with contextlib.suppress(OSError):
-        on = balancing.read_text(encoding="ascii").strip() != "0"
-    return {"nodes": len(list(nodes.glob("node[0-9]*"))) or None, "balancing": on}
 
 
 def container_image(environ: Mapping[str, str]) -> dict[str, str | None] | None:
@@ -240,14 +223,6 @@ def source_revision() -> dict[str, str | bool | None]:
         edit = output_of(*git, "diff", "HEAD", "--", ".", ":!benchmarks/results") or ""
         revision["git_diff"] = hashlib.sha256((changes + edit).encode()).hexdigest()[:10]
     return revision
-
-
-def _nccl() -> str | None:
-    """Version of NCCL, or of RCCL on AMD."""
-    try:
-        return ".".join(map(str, nccl_version()))
-    except (RuntimeError, AttributeError):  # a build without it
-        return None
 
 
 @functools.cache

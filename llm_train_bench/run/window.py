@@ -58,9 +58,6 @@ class Window:
         use = self.power.end(self.ranks.rank)
         log.drain()
         compiled = compile_counts() - self.compiled_before
-        if self.device.type == "cpu" and self.ranks.local_rank and use.energy_j is not None:
-            # The counter is the whole machine's; its first rank speaks for all.
-            use = use.model_copy(update={"energy_j": 0.0, "average_power_w": None})
         measured = log.of_phase("measure")
         times = RankTimes(
             rank=self.ranks.rank,

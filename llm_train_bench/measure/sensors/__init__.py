@@ -1,1 +1,1 @@
-"""Power and clock sensors of NVIDIA and AMD GPUs and of CPUs."""
+"""Power and clock sensors of NVIDIA and AMD GPUs."""

@@ -38,6 +38,7 @@ class AmdSensor(Sensor):
         self.handle = smi.amdsmi_get_processor_handle_from_bdf(bdf)
 
     def joules(self) -> float | None:
+        """Energy since the driver was loaded [J]."""
         count = self.ask("amdsmi_get_energy_count") or {}
         # Called `power` up to 6.2, though it is energy; in units of `counter_resolution` [uJ].
         ticks = count.get("energy_accumulator", count.get("power"))
@@ -65,6 +66,7 @@ class AmdSensor(Sensor):
         return None if value in UNSET else value
 
     def limits(self) -> tuple[float | None, float | None]:
+        """The power limit in force [W] and the highest engine (SM) clock [MHz]."""
         cap = (self.ask("amdsmi_get_power_cap_info") or {}).get("power_cap")
         watts = None if cap in (*UNSET, 0) else cap / 1e6
         return watts, self._clock(self.smi.AmdSmiClkType.GFX, highest=True)

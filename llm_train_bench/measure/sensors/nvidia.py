@@ -44,6 +44,7 @@ class NvidiaSensor(Sensor):
         self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def joules(self) -> float | None:
+        """Energy since the driver was loaded [J]."""
         millijoules = self.ask("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1e3
 
@@ -63,6 +64,7 @@ class NvidiaSensor(Sensor):
         )
 
     def limits(self) -> tuple[float | None, float | None]:
+        """The power limit in force [W] and the highest engine (SM) clock [MHz]."""
         power = self.ask("nvmlDeviceGetEnforcedPowerLimit")
         clock = self.ask("nvmlDeviceGetMaxClockInfo", self.nvml.NVML_CLOCK_SM)
         return None if power is None else power / 1e3, clock
