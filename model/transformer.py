@@ -161,7 +161,7 @@ class Transformer(HasWeights):
         if layout.tp > 1:
             self.loss.ranks, self.loss.width = layout.tp, part_of(V, layout.tp, 0)[1]
             self.loss.chunk_fn = functools.partial(parted_loss, layout.added, layout.highest, begin)
-        # A parameter's plain name, for blocks with exchanged modules (model/te.py).
+        # A parameter's plain name, for blocks with exchanged modules (apply/fp8/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
         self.ropes: dict[bool, Rope] = {}  # of layers with a window, if these have their own
         self.masks: dict[tuple[int, int | None], BlockMask] = {}
