@@ -29,7 +29,6 @@ def select_attention(work: Work, flex: bool, device: torch.device) -> str | None
     torch.backends.cuda.enable_cudnn_sdp(name in (*free, "cudnn"))
     torch.backends.cuda.enable_mem_efficient_sdp(name in (*free, "efficient"))
     torch.backends.cuda.enable_math_sdp(name in (*free, "math"))
-    key_compiled_code(work.fp8.emulated)
     if work.masked and not flex:  # model/piece_attention.py calls a kernel itself
         return "math" if device.type == "cuda" and work.amp == "off" else "flash"
     if flex:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from llm_train_bench.apply.muon import Muon
 from llm_train_bench.apply.precision import LossScaler
-from llm_train_bench.apply.sharded import by_mesh, is_sharded
+from llm_train_bench.apply.sharded import is_sharded, parameter_groups
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.settings.flags import OptimizerFlags
 
@@ -24,17 +24,10 @@ def build_optimizer(model: nn.Module, flags: OptimizerFlags | None) -> torch.opt
 def optimizer_of(named: dict[str, nn.Parameter], flags: OptimizerFlags) -> torch.optim.Optimizer:
     """The optimizer of those named parameters that require a gradient."""
     learnt = {name: p for name, p in named.items() if p.requires_grad}
-    decayed = {n for n, p in learnt.items() if p.ndim >= 2 and not n.endswith("bias")}
-    matrices = [p for name, p in learnt.items() if name in decayed]
-    vectors = [p for name, p in learnt.items() if name not in decayed]
-    groups = [
-        {"params": same, "weight_decay": decay}
-        for parameters, decay in ((matrices, flags.weight_decay), (vectors, 0.0))
-        for same in by_mesh(parameters)
-    ]
+    groups = parameter_groups(learnt, flags.weight_decay)
     if flags.optimizer == "sgd":
         # PyTorch's fused SGD does not take sharded parameters.
-        sharded = is_sharded(matrices[0])
+        sharded = is_sharded(next(iter(learnt.values())))
         optimizer = torch.optim.SGD(groups, lr=flags.lr, momentum=0.9, fused=not sharded)
         for p in [] if sharded else learnt.values():
             # If fp16 overflows in the first step, the fused kernel leaves this buffer unfilled.
