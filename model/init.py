@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.hf import Pretrained, read_pretrained
+from llm_train_bench.model.hf import Pretrained
 from llm_train_bench.model.transformer import Transformer
 
 
@@ -44,7 +44,9 @@ def fill(
     elif kind == "lora_b":
         parameter.zero_()
     elif weights:
-        read_pretrained(parameter, name, config, weights)
+        value = weights[name]()
+        parameter[: len(value)].copy_(value)
+        parameter[len(value) :].zero_()  # padding rows
     elif kind in ("bias", "correction", "sinks"):
         parameter.zero_()
     elif kind in STATE_SPACES:
