@@ -1,6 +1,7 @@
 """Names of tensors in Hugging Face files, and their rows. Needs no torch."""
 
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shares import linear_shape
 
 GPT2_NAMES = {
     "embed": "transformer.wte",
@@ -151,16 +152,6 @@ def row_sizes(config: ModelConfig, name: str, names: list[str]) -> list[int] | N
     return [sum(wide[:3]), wide[3], b, a]
 
 
-def row_counts(config: ModelConfig, name: str, names: list[str]) -> list[int]:
-    """Rows of each of the layers that make up a linear layer of ours, of a block."""
-    _, layer, part = name.split(".", 2)
-    shapes = config.block_shapes(int(layer))
-    kinds = {"gate_up": "up", "shared.gate_up": "shared_up", "shared.down": "shared_down"}
-    kind = part.split(".", 1)[1]
-    rows = shapes[kinds.get(kind, kind.replace("shared.up", "shared_up"))][0]
-    return row_sizes(config, f"{name}.weight", names) or [rows // len(names)] * len(names)
-
-
 def adapted_rows(config: ModelConfig, name: str, targets: frozenset[str]) -> list[tuple[int, bool]]:
     """Rows of the layers that `name` fuses, and which of them are targets; none if no one is.
 
@@ -171,4 +162,8 @@ def adapted_rows(config: ModelConfig, name: str, targets: frozenset[str]) -> lis
         return []
     names = hf_names(config, f"{name}.weight")
     wanted = [bool(targets & {"all", hf.split(".")[-2]}) for hf in names]
-    return [*zip(row_counts(config, name, names), wanted, strict=True)] if any(wanted) else []
+    if not any(wanted):
+        return []
+    alike = [linear_shape(config, name)[0] // len(names)] * len(names)
+    rows = row_sizes(config, f"{name}.weight", names) or alike
+    return [*zip(rows, wanted, strict=True)]

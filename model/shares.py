@@ -72,20 +72,18 @@ def is_matrix(name: str, dimensions: int) -> bool:
     return inside and name.endswith(".weight") and not name.endswith(".conv.weight")
 
 
+def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
+    """(out, in) of a linear layer of a block by its module's name; for stacked ones, of one expert."""
+    _, layer, _, *path = name.split(".")
+    kind = "_".join(path).replace("gate_up", "up")
+    return (config.block_shapes(int(layer)) | config.expert_shapes(int(layer)))[kind]
+
+
 def matrix_rows(config: ModelConfig, name: str) -> list[tuple[int, int]]:
     """Sizes of the matrices that are fused in a parameter of blocks, of each expert alike."""
-    _, layer, *path, _ = name.split(".")
-    shapes = config.block_shapes(int(layer)) | config.expert_shapes(int(layer))
-    kinds = {
-        "mlp.gate_up": "up",
-        "mlp.shared.gate_up": "shared_up",
-        "mlp.shared.down": "shared_down",
-    }
-    kinds |= {"mlp.shared.up": "shared_up", "mlp.experts.gate_up": "experts_up"}
-    kinds |= {"mlp.experts.up": "experts_up", "mlp.experts.down": "experts_down"}
-    rows, columns = shapes[kinds.get(".".join(path), path[-1])]
-    how = divided(config, name)
-    if path[-1] == "gate_up":
+    module, how = name.removesuffix(".weight"), divided(config, name)
+    rows, columns = linear_shape(config, module)
+    if module.endswith(".gate_up"):
         return [(rows // 2, columns)] * 2
     if how is None or how[0] == "ep" or how[1] == 1:
         return [(rows, columns)]
