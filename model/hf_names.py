@@ -42,11 +42,8 @@ QWEN_HYBRID = {
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
 QWEN35 = {"attn.project": " ".join(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))}
-# Where the parameters of layers with states are; and their names.
-MIXERS: dict[str, str] = dict.fromkeys(
-    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attn"
-)
-MIXERS |= dict(nemotron_h="mixer", granitemoehybrid="mamba")
+# Where the parameters of layers with states are, if not in linear_attn; and their names.
+MIXERS = dict(nemotron_h="mixer", granitemoehybrid="mamba")
 MIXER_NAMES = {"attn.project": "in_proj", "attn.conv": "conv1d", "attn.gated_norm": "norm"}
 MIXER_NAMES |= {"attn.out": "out_proj"}
 MIXER_KINDS = dict(decay="A_log", step_bias="dt_bias", skip="D")
@@ -111,7 +108,7 @@ def hf_names(config: ModelConfig, name: str) -> list[str]:
     if (whole := theirs.get(f"{part}.{kind}")) is not None:
         return [f"{prefix}.{whole}"]
     if int(layer) in config.recurrent.layers and part.split(".")[0] == "attn":
-        mixer = MIXERS[family]
+        mixer = MIXERS.get(family, "linear_attn")
         if part == "attn":
             return [f"{prefix}.{mixer}.{MIXER_KINDS[kind]}"]
         if part not in theirs or part == "attn.out":

@@ -66,10 +66,8 @@ def _chunk_states_backward(of_states, of_added, k, w, decay, states):
     return after, of_v
 
 
-states_forward = operator(chunk_states, cpu=_chunk_states, cuda=_chunk_states)
-states_backward = operator(
-    chunk_states_backward, cpu=_chunk_states_backward, cuda=_chunk_states_backward
-)
+states_forward = operator(chunk_states, _chunk_states, "cpu", "cuda")
+states_backward = operator(chunk_states_backward, _chunk_states_backward, "cpu", "cuda")
 
 
 class _States(OwnFunction):

@@ -45,33 +45,25 @@ def learning_rate(step: int, flags: OptimizerFlags, n_steps: int) -> float:
     return lowest + 0.5 * (flags.lr - lowest) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its kernel divides gradients by `grad_scale`, as PyTorch's GradScaler uses it."""
-    adamw = isinstance(optimizer, torch.optim.AdamW) and not isinstance(optimizer, Muon)
-    return adamw and bool(optimizer.defaults.get("fused"))
-
-
 def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     """The norm of all gradients, whole; those that FSDP divided are of one mesh.
 
-    PyTorch's function makes a chain of kernels for each sharded gradient.
+    It is in fp32, also of gradients in bf16. PyTorch's function makes a chain of kernels for each sharded
+    gradient.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads or not is_sharded(first := grads[0]):
-        return _total_norm(grads)
-    square = _total_norm([cast(Any, g).to_local() for g in grads]).square()
+    if not grads:
+        return torch.zeros(())
+    parts = [g.to_local() if is_sharded(g) else g for g in grads]
+    norms = torch.ops.aten._foreach_norm(parts, 2, torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if not is_sharded(first := grads[0]):
+        return norm
     # Of two dimensions the first holds replicas, whose gradients are the same. With --cpu-offload the sum
     # stays on the CPU: the fused optimizer would not wait for a factor that comes from the GPU.
+    square = norm.square()
     dist.all_reduce(square, group=first.device_mesh.get_group(first.device_mesh.ndim - 1))
     return square.sqrt()
-
-
-def _total_norm(grads: list[Tensor]) -> Tensor:
-    """The norm of some gradients, in fp32 if they are in bf16."""
-    if not grads or grads[0].dtype != torch.bfloat16:
-        return nn.utils.get_total_norm(grads)
-    norms = torch.ops.aten._foreach_norm(grads, 2, torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def optimizer_step(
@@ -95,8 +87,8 @@ def optimizer_step(
     scale = 1.0 if scaler is None else scaler.scale.clone()
     if scaler is not None:
         scaler.before_step(optimizer, norm)
-    if max_norm and scaler is None and _divides_gradients(optimizer):
-        # The fused kernel reads the gradients anyway: no separate pass.
+    if max_norm and scaler is None and type(optimizer) is torch.optim.AdamW:
+        # Its fused kernel divides the gradients as it reads them: no separate pass.
         optimizer.grad_scale = (norm / max_norm).clamp(min=1.0)
         optimizer.step()
         del optimizer.grad_scale
