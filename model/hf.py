@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,21 +17,18 @@ from llm_train_bench.model.families import FAMILIES, MTP_KEYS
 from llm_train_bench.model.hf_names import hf_names, row_sizes
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.lora import save_adapters
+from llm_train_bench.model.lora import adapter_settings, adapters_of
 from llm_train_bench.model.stored import Part, read_block
 from llm_train_bench.model.transformer import Transformer
 
-# Qwen3MoeForCausalLM of qwen3_moe; three are called differently.
+# Qwen3MoeForCausalLM of qwen3_moe; some are called differently.
 ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in FAMILIES}
-ARCHITECTURES |= dict(gpt2="GPT2LMHeadModel", smollm3="SmolLM3ForCausalLM")
-ARCHITECTURES["kimi_k2"] = "DeepseekV3ForCausalLM"
-ARCHITECTURES |= {
-    kind: f"{name}ForCausalLM"
-    for kind, name in dict(
-        qwen3_5_text="Qwen3_5", qwen3_5_moe_text="Qwen3_5Moe", granitemoehybrid="GraniteMoeHybrid",
-        minimax_m2="MiniMaxM2", hy_v3="HYV3", gemma3_text="Gemma3",
-    ).items()
-}  # fmt: skip
+ARCHITECTURES |= dict(
+    gpt2="GPT2LMHeadModel", smollm3="SmolLM3ForCausalLM", kimi_k2="DeepseekV3ForCausalLM",
+    qwen3_5_text="Qwen3_5ForCausalLM", qwen3_5_moe_text="Qwen3_5MoeForCausalLM",
+    granitemoehybrid="GraniteMoeHybridForCausalLM", minimax_m2="MiniMaxM2ForCausalLM",
+    hy_v3="HYV3ForCausalLM", gemma3_text="Gemma3ForCausalLM",
+)  # fmt: skip
 # Fields that may differ between the weights' config and the run's: they do not change the function.
 TRAINING_KEYS = """name path raw unknown_keys embedding_dropout residual_dropout attention_dropout
     initializer_range pad_token_id mtp_layers""".split()
@@ -245,25 +242,32 @@ def _index(directory: Path) -> dict[str, _Stored]:
     return stored
 
 
+def _tensors_of(model: HasWeights, write: bool) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors by their Hugging Face names, on ranks that `write`; all ranks iterate."""
+    parts = ((name, parameter.detach()) for name, parameter in model.weights())
+    for name, value in model.layout.wholes(model.config, parts):
+        if write:
+            yield from to_hf(model.config, name, value)
+
+
 @torch.no_grad()
 def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True) -> None:
     """Write config.json and model.safetensors, which `AutoModelForCausalLM` opens; or adapters, for peft.
 
     Where ranks share parameters, every rank calls this, and only the one with `write` keeps and writes.
     """
-    directory, config = Path(directory), model.config
-    if model.lora:
-        save_adapters(model, directory, write)
-        return
-    tensors, parts = {}, ((name, parameter.detach()) for name, parameter in model.weights())
-    for name, value in model.layout.wholes(config, parts):
-        if write:
-            tensors |= {n: v.cpu() for n, v in to_hf(config, name, value)}
+    directory, config, prefix = Path(directory), model.config, "adapter_" if model.lora else ""
+    pairs = adapters_of(model) if model.lora else _tensors_of(model, write)
+    tensors = {name: value.cpu() for name, value in pairs if write}
     if not write:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    meta: dict[str, Any] = {"architectures": [ARCHITECTURES[config.model_type]], "dtype": dtype}
-    meta |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}  # the file has no modules
-    (directory / "config.json").write_text(json.dumps(config.raw | meta, indent=2) + "\n")
+    save_file(tensors, directory / f"{prefix}model.safetensors", metadata={"format": "pt"})
+    if model.lora:
+        settings = adapter_settings(model, tensors)
+    else:
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        settings = dict(architectures=[ARCHITECTURES[config.model_type]], dtype=dtype)
+        settings |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}  # the file has no modules
+        settings = config.raw | settings
+    (directory / f"{prefix}config.json").write_text(json.dumps(settings, indent=2) + "\n")

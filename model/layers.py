@@ -115,11 +115,11 @@ def stretch(frequency: Tensor, yarn: Yarn, theta: float) -> Tensor:
     Those that turn often in the trained context stay, slow ones are divided; in between, by dimension,
     both are blended.
     """
-    n, bounds = len(frequency), []
-    for turns in (yarn.beta_fast, yarn.beta_slow):
-        length = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
-        bounds.append(n * math.log(length) / math.log(theta))
-    low, high = bounds
+    n, trained = len(frequency), yarn.original_max_position_embeddings
+    low, high = (
+        n * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in (yarn.beta_fast, yarn.beta_slow)
+    )
     if yarn.rounded:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * n - 1)

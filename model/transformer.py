@@ -205,12 +205,13 @@ class Transformer(HasWeights):
         x = self.norm(x)
         if self.config.logit_scale != 1:
             x = x * self.config.logit_scale
+        head = self.embed.weight if self.lm_head is None else self.lm_head.weight
         if labels is None:
-            return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
+            return F.linear(x, head)[..., : self.config.vocab_size]
         self.loss.masks = documents is not None
         # Ranks that share heads have the loss of all their tokens.
         labels = labels if places.gathered is None else labels[:, places.gathered]
-        return self.loss(layout.gather(x).flatten(0, 1), self.head_weight, labels.flatten())
+        return self.loss(layout.gather(x).flatten(0, 1), head, labels.flatten())
 
     def embed_tokens(self, tokens: Tensor, places: Places, inside: Tensor | None) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""
@@ -246,11 +247,6 @@ class Transformer(HasWeights):
             return self.embed(ids)
         # FSDP gathered it in low precision; a CPU would sum its gradient so, row by row.
         return F.embedding(ids, weight.float(), self.embed.padding_idx).to(weight.dtype)
-
-    @property
-    def head_weight(self) -> Tensor:
-        """(V, d): the head's own weight, or the embedding's where they are tied."""
-        return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
     def rope_for(
         self,

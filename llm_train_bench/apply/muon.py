@@ -92,11 +92,11 @@ class Exchange:
         layout: Any = model.layout
         self.own = [each for name, p in matrices.items() for each in pieces(model, name, p)]
         self.group = getattr(layout, "owners", None)
-        self.ranks, self.rank, here = 1, 0, [[piece for piece, _ in self.own]]
+        mine = [piece for piece, _ in self.own]
+        self.ranks, self.rank, here = 1, 0, [mine]
         if self.group is not None:
             self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
             here = [[]] * self.ranks
-            mine = [piece for piece, _ in self.own]
             dist.all_gather_object(here, mine, group=self.group)
         sizes = {piece.matrix: piece.size for rank in here for piece in rank}
         owners, work = {}, [0] * self.ranks
