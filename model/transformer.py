@@ -264,7 +264,8 @@ class Transformer(HasWeights):
             return None
         if local not in self.ropes or self.ropes[local].cos.device != device:
             tables = rope_tables(self.config, self.seq_len, local)
-            self.ropes[local] = Rope(*(None if x is None else x.to(device) for x in tables))
+            scale = None if tables.scale is None else tables.scale.to(device)
+            self.ropes[local] = Rope(tables.cos.to(device), tables.sin.to(device), scale)
         if inside is None:
             where = slice(T) if gathered is None else gathered
         else:

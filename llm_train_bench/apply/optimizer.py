@@ -87,7 +87,7 @@ def optimizer_step(
     scale = 1.0 if scaler is None else scaler.scale.clone()
     if scaler is not None:
         scaler.before_step(optimizer, norm)
-    if max_norm and scaler is None and type(optimizer) is torch.optim.AdamW:
+    if max_norm and scaler is None and optimizer.__class__ is torch.optim.AdamW:
         # Its fused kernel divides the gradients as it reads them: no separate pass.
         optimizer.grad_scale = (norm / max_norm).clamp(min=1.0)
         optimizer.step()
