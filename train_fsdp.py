@@ -6,11 +6,10 @@ import llm_train_bench.settings.before_torch  # noqa: F401
 
 import torch
 
-from llm_train_bench.apply.attention import select_attention
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.data import batches, open_data, sample_plan
-from llm_train_bench.apply.fp8.choose import apply_fp8
-from llm_train_bench.apply.kernels import apply_kernels
+from llm_train_bench.apply.fp8.base import apply_fp8
+from llm_train_bench.apply.kernels import apply_kernels, select_attention
 from llm_train_bench.apply.offload import apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision, set_weights

@@ -105,8 +105,8 @@ def _block_attention_backward(grad, p, q, k, v, heads, scale):
     return grads
 
 
-forward = operator(block_attention, cpu=_block_attention)
-backward = operator(block_attention_backward, cpu=_block_attention_backward)
+forward = operator(block_attention, _block_attention, "cpu")
+backward = operator(block_attention_backward, _block_attention_backward, "cpu")
 
 
 class _Attention(OwnFunction):

@@ -258,11 +258,9 @@ def load_config(
         shipped = sorted(p.stem for p in CONFIGS.glob("*-*.json"))
         name = path.name.lower().removesuffix(".json")
         near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.7)
-        hint = (
-            f"; did you mean configs/{near[0]}.json?"
-            if near
-            else "; configs/ has gpt2-125m and others"
-        )
+        hint = "; configs/ has gpt2-125m and others"
+        if near:
+            hint = f"; did you mean configs/{near[0]}.json?"
         if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and path.suffix != ".json":
             same = f"configs/{name}.json has its shape; or " if name in shipped else ""
             fetch = f"hf download {path} config.json --local-dir {path.name}"

@@ -15,7 +15,6 @@ from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layers import (
     ACTIVATIONS,
     MLP,
-    GatedMLP,
     autocast_dtype,
     no_autocast,
 )
@@ -150,8 +149,7 @@ class MixtureOfExperts(nn.Module):
         e, d = config.experts, config.hidden_size
         self.latent_down = nn.Linear(d, e.latent, bias=config.mlp_bias) if e.latent else None
         self.latent_up = nn.Linear(e.latent, d, bias=config.mlp_bias) if e.latent else None
-        shared = GatedMLP if e.gated else MLP
-        self.shared = shared(config, layout, e.shared_size) if e.shared_size else None
+        self.shared = MLP(config, layout, e.shared_size) if e.shared_size else None
         self.shared_gate = nn.Linear(d, 1, bias=False) if e.shared_gate else None
         # What a checkpointed block remembers of its forward passes, for their recomputation; and what the
         # pass that runs does with it: `keep`, `recall` or nothing. Balanced routing is always the same.

@@ -3,9 +3,9 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,28 +17,38 @@ from llm_train_bench.model.families import FAMILIES, MTP_KEYS
 from llm_train_bench.model.hf_names import hf_names, row_sizes
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.lora import save_adapters
+from llm_train_bench.model.lora import adapter_settings, adapters_of
 from llm_train_bench.model.stored import Part, read_block
 from llm_train_bench.model.transformer import Transformer
 
-# Qwen3MoeForCausalLM of qwen3_moe; three are called differently.
+# Qwen3MoeForCausalLM of qwen3_moe; some are called differently.
 ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in FAMILIES}
-ARCHITECTURES |= dict(gpt2="GPT2LMHeadModel", smollm3="SmolLM3ForCausalLM")
-ARCHITECTURES["kimi_k2"] = "DeepseekV3ForCausalLM"
-ARCHITECTURES |= {
-    kind: f"{name}ForCausalLM"
-    for kind, name in dict(
-        qwen3_5_text="Qwen3_5", qwen3_5_moe_text="Qwen3_5Moe", granitemoehybrid="GraniteMoeHybrid",
-        minimax_m2="MiniMaxM2", hy_v3="HYV3", gemma3_text="Gemma3",
-    ).items()
-}  # fmt: skip
+ARCHITECTURES |= dict(
+    gpt2="GPT2LMHeadModel", smollm3="SmolLM3ForCausalLM", kimi_k2="DeepseekV3ForCausalLM",
+    qwen3_5_text="Qwen3_5ForCausalLM", qwen3_5_moe_text="Qwen3_5MoeForCausalLM",
+    granitemoehybrid="GraniteMoeHybridForCausalLM", minimax_m2="MiniMaxM2ForCausalLM",
+    hy_v3="HYV3ForCausalLM", gemma3_text="Gemma3ForCausalLM",
+)  # fmt: skip
 # Fields that may differ between the weights' config and the run's: they do not change the function.
 TRAINING_KEYS = """name path raw unknown_keys embedding_dropout residual_dropout attention_dropout
     initializer_range pad_token_id mtp_layers""".split()
 # Tables that old checkpoints kept beside the weights.
 NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# A parameter's name to the files and tensors that make it up, or to the reader of a checkpoint's block.
-Pretrained = dict[str, list[tuple[Path, str]] | Callable[..., Tensor]]
+# A parameter's name to the function that reads it, whole but for padding rows.
+Pretrained = dict[str, Callable[[], Tensor]]
+
+
+class _Stored(NamedTuple):
+    """A tensor of a safetensors file, by the file's header; `kind` is F32, BF16, ..."""
+
+    path: Path
+    name: str
+    shape: list[int]
+    kind: str
+
+    def read(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as f:
+            return f.get_tensor(self.name)
 
 
 def _converted(
@@ -100,7 +110,7 @@ def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, 
 
 
 def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretrained | None:
-    """Where each parameter of a model lies in a directory of safetensors.
+    """What reads each parameter of a model from a directory of safetensors.
 
     None without a directory. ConfigError if a tensor is missing or does not fit, or if the directory's
     config is of another model. Only the files' headers are read.
@@ -123,28 +133,38 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
                 f"says {ours[key]}; give the config that belongs to the weights"
             )
     index = _index(directory)
-    places, used = {}, set()
+    readers, used = {}, {}
     for name, parameter in model.weights():
-        places[name] = []
+        parts = []
         for hf_name, part in to_hf(config, name, parameter.detach()):
-            file, theirs = place = _find(index, hf_name, directory)
-            shape, kind = _shape_and_dtype(*place)
-            if shape != list(part.shape):
-                raise _misfit(f"{file}: {theirs}", shape, config, part.shape)
-            if kind not in ("F64", "F32", "F16", "BF16"):
-                raise ConfigError(f"{file}: {theirs} holds {kind}; quantised weights are not read")
-            places[name].append(place)
-            used.add(theirs)
-    if config.tie_word_embeddings and "lm_head.weight" in index:
-        _refuse_other_head(index, places["embed.weight"][0])
-    for theirs in index.keys() - used:
-        tied = config.tie_word_embeddings and theirs == "lm_head.weight"
-        if not tied and not theirs.endswith(NO_PARAMETERS) and not _further(config, theirs, index):
+            # Hub files of GPT-2 often lack the prefix.
+            stored = index.get(hf_name) or index.get(hf_name.removeprefix("transformer."))
+            if stored is None:
+                raise ConfigError(
+                    f"{directory}: has no tensor {hf_name}; are these weights of that model?"
+                )
+            where = f"{stored.path}: {stored.name}"
+            if stored.shape != list(part.shape):
+                raise _misfit(where, stored.shape, config, part.shape)
+            if stored.kind not in ("F64", "F32", "F16", "BF16"):
+                raise ConfigError(f"{where} holds {stored.kind}; quantised weights are not read")
+            parts.append(stored)
+            used[stored.name] = name
+        readers[name] = functools.partial(_read, config, name, parameter.shape, parts)
+    for name in index.keys() - used.keys():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            embed = next(theirs for theirs, ours in used.items() if ours == "embed.weight")
+            if not torch.equal(index[name].read(), index[embed].read()):
+                raise ConfigError(
+                    f"{index[name].path}: {name} is not {embed}, though config.json ties them; set "
+                    "tie_word_embeddings to false in it, and in the run's config"
+                )
+        elif not name.endswith(NO_PARAMETERS) and not _further(config, name, index):
             raise ConfigError(
-                f"{index[theirs]}: {theirs} has no place in {config.path}; are these weights of that "
+                f"{index[name].path}: {name} has no place in {config.path}; are these weights of that "
                 "model?"
             )
-    return places
+    return readers
 
 
 def _misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[int]) -> ConfigError:
@@ -152,7 +172,7 @@ def _misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[in
     return ConfigError(f"{name} has shape {shape}, {fit}")
 
 
-def _further(config: ModelConfig, name: str, index: dict[str, Path]) -> bool:
+def _further(config: ModelConfig, name: str, index: Container[str]) -> bool:
     """Whether a tensor is of a layer that --layers leaves out, or of multi-token prediction."""
     later = re.match(r"(\w+\.)?(layers|h)\.(\d+)\.", name) if config.first_layers else None
     if later and int(later[3]) >= config.num_hidden_layers:
@@ -164,8 +184,8 @@ def _further(config: ModelConfig, name: str, index: dict[str, Path]) -> bool:
 
 
 def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
-    """Where each parameter lies in a checkpoint of ours, whose tensors have our names and layouts."""
-    places = {}
+    """What reads each parameter from a checkpoint of ours, whose tensors have our names and layouts."""
+    readers = {}
     try:
         stored = parse_json((directory / "manifest.json").read_text())["manifest"]["tensors"]
         for name, parameter in model.weights():
@@ -174,82 +194,60 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
             if (shape := list(tensor["shape"])) != list(parameter.shape):
                 raise _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
             parts = [Part(**part) for part in tensor["parts"]]
-            places[name] = functools.partial(read_block, directory, f"p/{name}", parts)
+            block = [0] * len(shape), shape, torch.float32
+            readers[name] = functools.partial(read_block, directory, f"p/{name}", parts, *block)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{directory}: is no checkpoint of this model: {error!r}") from None
-    return places
+    return readers
 
 
-def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, places: Pretrained) -> None:
-    """Set one whole parameter in place; padding rows become zero."""
-    parts, stored = [], places[name]
-    if callable(stored):
-        parameter.copy_(stored([0] * parameter.ndim, parameter.shape, torch.float32))
-        return
-    for path, hf_name in stored:
-        with safe_open(path, framework="pt") as f:
-            parts.append(f.get_tensor(hf_name))
-            if not parts[-1].isfinite().all():
-                raise ConfigError(f"{path}: {hf_name} holds numbers that are not finite")
-    value = _converted(config, name, torch.cat(parts), parameter.shape)
-    parameter[: value.shape[0]].copy_(value)
-    parameter[value.shape[0] :].zero_()
+def _read(config: ModelConfig, name: str, shape: Sequence[int], parts: list[_Stored]) -> Tensor:
+    values = []
+    for part in parts:
+        values.append(part.read())
+        if not values[-1].isfinite().all():
+            raise ConfigError(f"{part.path}: {part.name} holds numbers that are not finite")
+    return _converted(config, name, torch.cat(values), shape)
 
 
-def _refuse_other_head(index: dict[str, Path], embed: tuple[Path, str]) -> None:
-    """ConfigError if the weights of a tied model hold a head that is no copy of the embedding."""
-    values, name = [], "lm_head.weight"
-    for path, tensor in ((index[name], name), embed):
-        _shape_and_dtype(path, tensor)
-        with safe_open(path, framework="pt") as f:
-            values.append(f.get_tensor(tensor))
-    if not torch.equal(*values):
-        raise ConfigError(
-            f"{index[name]}: {name} is not {embed[1]}, though config.json ties them; set "
-            "tie_word_embeddings to false in it, and in the run's config"
-        )
-
-
-def _index(directory: Path) -> dict[str, Path]:
-    """Tensor name to the file that holds it."""
+def _index(directory: Path) -> dict[str, _Stored]:
+    """The tensors of a directory's safetensors files, by name."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    try:
-        if single.exists():
-            with safe_open(plain_file(single), framework="pt") as f:
-                return dict.fromkeys(f.keys(), single)
-        weight_map = parse_json(plain_text(index, encoding="utf-8-sig"))["weight_map"]
-        for file in weight_map.values():
-            if Path(file).name != file:
-                raise ConfigError(f"{index}: {file!r} is no name of a file beside it")
-        return {name: directory / file for name, file in weight_map.items()}
-    except FileNotFoundError:
+    if not single.exists() and not index.exists():
         raise ConfigError(
             f"{directory}: has no model.safetensors and no model.safetensors.index.json"
-        ) from None
+        )
+    path, stored = single, {}
+    try:
+        files, weight_map = {single.name}, {}
+        if not single.exists():
+            path = index
+            weight_map = parse_json(plain_text(index, encoding="utf-8-sig"))["weight_map"]
+            files = {*weight_map.values()}
+        for file in files:
+            if Path(file).name != file:
+                raise ConfigError(f"{index}: {file!r} is no name of a file beside it")
+            path = plain_file(directory / file)
+            with safe_open(path, framework="pt") as f:
+                for name in f.keys():  # noqa: SIM118 (it is no dictionary)
+                    if weight_map.get(name, file) == file:
+                        tensor = f.get_slice(name)
+                        stored[name] = _Stored(path, name, tensor.get_shape(), tensor.get_dtype())
     except ConfigError:
         raise
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{directory}: weights cannot be read: {error}") from None
-
-
-def _find(index: dict[str, Path], name: str, directory: Path) -> tuple[Path, str]:
-    # Hub files of GPT-2 often lack the prefix.
-    for candidate in (name, name.removeprefix("transformer.")):
-        if candidate in index:
-            return index[candidate], candidate
-    raise ConfigError(f"{directory}: has no tensor {name}; are these weights of that model?")
-
-
-def _shape_and_dtype(path: Path, name: str) -> tuple[list[int], str]:
-    """A tensor's shape, and its format as safetensors calls it: F32, BF16, ..."""
-    try:
-        with safe_open(plain_file(path), framework="pt") as f:
-            tensor = f.get_slice(name)
-            return tensor.get_shape(), tensor.get_dtype()
-    except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return stored
+
+
+def _tensors_of(model: HasWeights, write: bool) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors by their Hugging Face names, on ranks that `write`; all ranks iterate."""
+    parts = ((name, parameter.detach()) for name, parameter in model.weights())
+    for name, value in model.layout.wholes(model.config, parts):
+        if write:
+            yield from to_hf(model.config, name, value)
 
 
 @torch.no_grad()
@@ -258,19 +256,18 @@ def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True
 
     Where ranks share parameters, every rank calls this, and only the one with `write` keeps and writes.
     """
-    directory, config = Path(directory), model.config
-    if model.lora:
-        save_adapters(model, directory, write)
-        return
-    tensors, parts = {}, ((name, parameter.detach()) for name, parameter in model.weights())
-    for name, value in model.layout.wholes(config, parts):
-        if write:
-            tensors |= {n: v.cpu() for n, v in to_hf(config, name, value)}
+    directory, config, prefix = Path(directory), model.config, "adapter_" if model.lora else ""
+    pairs = adapters_of(model) if model.lora else _tensors_of(model, write)
+    tensors = {name: value.cpu() for name, value in pairs if write}
     if not write:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    meta: dict[str, Any] = {"architectures": [ARCHITECTURES[config.model_type]], "dtype": dtype}
-    meta |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}  # the file has no modules
-    (directory / "config.json").write_text(json.dumps(config.raw | meta, indent=2) + "\n")
+    save_file(tensors, directory / f"{prefix}model.safetensors", metadata={"format": "pt"})
+    if model.lora:
+        settings = adapter_settings(model, tensors)
+    else:
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        settings = dict(architectures=[ARCHITECTURES[config.model_type]], dtype=dtype)
+        settings |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}  # the file has no modules
+        settings = config.raw | settings
+    (directory / f"{prefix}config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -1,6 +1,7 @@
 """Names of tensors in Hugging Face files, and their rows. Needs no torch."""
 
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shares import linear_shape
 
 GPT2_NAMES = {
     "embed": "transformer.wte",
@@ -41,11 +42,8 @@ QWEN_HYBRID = {
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
 QWEN35 = {"attn.project": " ".join(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))}
-# Where the parameters of layers with states are; and their names.
-MIXERS: dict[str, str] = dict.fromkeys(
-    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attn"
-)
-MIXERS |= dict(nemotron_h="mixer", granitemoehybrid="mamba")
+# Where the parameters of layers with states are, if not in linear_attn; and their names.
+MIXERS = dict(nemotron_h="mixer", granitemoehybrid="mamba")
 MIXER_NAMES = {"attn.project": "in_proj", "attn.conv": "conv1d", "attn.gated_norm": "norm"}
 MIXER_NAMES |= {"attn.out": "out_proj"}
 MIXER_KINDS = dict(decay="A_log", step_bias="dt_bias", skip="D")
@@ -110,7 +108,7 @@ def hf_names(config: ModelConfig, name: str) -> list[str]:
     if (whole := theirs.get(f"{part}.{kind}")) is not None:
         return [f"{prefix}.{whole}"]
     if int(layer) in config.recurrent.layers and part.split(".")[0] == "attn":
-        mixer = MIXERS[family]
+        mixer = MIXERS.get(family, "linear_attn")
         if part == "attn":
             return [f"{prefix}.{mixer}.{MIXER_KINDS[kind]}"]
         if part not in theirs or part == "attn.out":
@@ -151,16 +149,6 @@ def row_sizes(config: ModelConfig, name: str, names: list[str]) -> list[int] | N
     return [sum(wide[:3]), wide[3], b, a]
 
 
-def row_counts(config: ModelConfig, name: str, names: list[str]) -> list[int]:
-    """Rows of each of the layers that make up a linear layer of ours, of a block."""
-    _, layer, part = name.split(".", 2)
-    shapes = config.block_shapes(int(layer))
-    kinds = {"gate_up": "up", "shared.gate_up": "shared_up", "shared.down": "shared_down"}
-    kind = part.split(".", 1)[1]
-    rows = shapes[kinds.get(kind, kind.replace("shared.up", "shared_up"))][0]
-    return row_sizes(config, f"{name}.weight", names) or [rows // len(names)] * len(names)
-
-
 def adapted_rows(config: ModelConfig, name: str, targets: frozenset[str]) -> list[tuple[int, bool]]:
     """Rows of the layers that `name` fuses, and which of them are targets; none if no one is.
 
@@ -171,4 +159,8 @@ def adapted_rows(config: ModelConfig, name: str, targets: frozenset[str]) -> lis
         return []
     names = hf_names(config, f"{name}.weight")
     wanted = [bool(targets & {"all", hf.split(".")[-2]}) for hf in names]
-    return [*zip(row_counts(config, name, names), wanted, strict=True)] if any(wanted) else []
+    if not any(wanted):
+        return []
+    alike = [linear_shape(config, name)[0] // len(names)] * len(names)
+    rows = row_sizes(config, f"{name}.weight", names) or alike
+    return [*zip(rows, wanted, strict=True)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.hf import Pretrained, read_pretrained
+from llm_train_bench.model.hf import Pretrained
 from llm_train_bench.model.transformer import Transformer
 
 
@@ -44,7 +44,9 @@ def fill(
     elif kind == "lora_b":
         parameter.zero_()
     elif weights:
-        read_pretrained(parameter, name, config, weights)
+        value = weights[name]()
+        parameter[: len(value)].copy_(value)
+        parameter[len(value) :].zero_()  # padding rows
     elif kind in ("bias", "correction", "sinks"):
         parameter.zero_()
     elif kind in STATE_SPACES:
@@ -69,6 +71,7 @@ def fill(
 # are 1 to 16, and steps about 0.001 to 0.1, as in Mamba2: the logarithms, and the inverse of softplus.
 STATE_SPACES = {"decay": (0.0, math.log(16.0)), "step_bias": (-6.9, -2.25), "skip": (1.0, 1.0)}
 LEVELS = 2**16
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Hashes made at once: their temporary tensors fit a CPU's cache, or take 64 MiB on a GPU.
 CPU_HASHES, GPU_HASHES = 2**15, 2**22
 
@@ -102,11 +105,6 @@ def _scaled_quantiles(std: float, dtype: torch.dtype, device: torch.device) -> T
     return (quantiles() * std).to(dtype).to(device)
 
 
-@functools.cache
-def _triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 @torch.no_grad()
 def fill_normal(values: Tensor, std: float, key: str) -> None:
     """Set a contiguous tensor in place to normal numbers by a hash of `key` and place.
@@ -117,7 +115,7 @@ def fill_normal(values: Tensor, std: float, key: str) -> None:
     digest, flat = hashlib.sha256(key.encode()).digest(), values.view(-1)
     first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
     table = _scaled_quantiles(std, values.dtype, values.device)
-    if values.device.type == "cuda" and _triton():
+    if values.device.type == "cuda" and HAS_TRITON:
         from llm_train_bench.model.triton_kernels import hashed_choice
 
         hashed_choice(table, flat, first, second)

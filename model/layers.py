@@ -92,11 +92,10 @@ def rope_tables(config: ModelConfig, seq_len: int, local: bool = False) -> Rope:
     Source: Su et al. 2021 (RoFormer), with frequencies scaled as the config's `rope_scaling` says. Those
     of layers with a window (`local`) are not.
     """
-    scaling, size = config.rope_scaling, config.rope_dim
+    scaling, theta, size = config.rope_scaling, config.rope_theta, config.rope_dim
     exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
     if local and config.local_rope_theta:
-        scaling = None
-    theta = config.local_rope_theta if local and config.local_rope_theta else config.rope_theta
+        scaling, theta = None, config.local_rope_theta
     frequency, factor = 1.0 / theta**exponent, 1.0
     if isinstance(scaling, Yarn):
         frequency, factor = stretch(frequency, scaling, config.rope_theta), scaling.attention_factor
@@ -116,11 +115,11 @@ def stretch(frequency: Tensor, yarn: Yarn, theta: float) -> Tensor:
     Those that turn often in the trained context stay, slow ones are divided; in between, by dimension,
     both are blended.
     """
-    n, bounds = len(frequency), []
-    for turns in (yarn.beta_fast, yarn.beta_slow):
-        length = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
-        bounds.append(n * math.log(length) / math.log(theta))
-    low, high = bounds
+    n, trained = len(frequency), yarn.original_max_position_embeddings
+    low, high = (
+        n * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in (yarn.beta_fast, yarn.beta_slow)
+    )
     if yarn.rounded:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * n - 1)
@@ -416,33 +415,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Two-layer perceptron of GPT-2: d to f, activation, f to d."""
+    """Perceptron of two layers: d to f, activation, f to d, as GPT-2's; or gated, gate and up fused.
+
+    The gated one is SwiGLU when the activation is SiLU (Shazeer 2020).
+    """
+
+    up: nn.Linear
+    gate_up: nn.Linear
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE, size: int | None = None):
         """`size` elements of the activation, the config's if None."""
         super().__init__()
-        self.layout = layout
+        self.layout, self.gated = layout, config.gated_mlp
         d, f = config.hidden_size, (size or config.intermediate_size) // layout.tp
-        self.up = nn.Linear(d, f, bias=config.mlp_bias)
+        name, rows = ("gate_up", 2 * f) if self.gated else ("up", f)
+        self.register_module(name, nn.Linear(d, rows, bias=config.mlp_bias))
         self.down = nn.Linear(f, d, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layout.reduce(self.down, self.activation(self.layout.columns(self.up, x)))
-
-
-class GatedMLP(nn.Module):
-    """Gated perceptron (SwiGLU when the activation is SiLU; Shazeer 2020); gate and up are fused."""
-
-    def __init__(self, config: ModelConfig, layout: Layout, size: int | None = None):
-        """`size` elements of the activation, the config's if None."""
-        super().__init__()
-        self.layout = layout
-        d, f = config.hidden_size, (size or config.intermediate_size) // layout.tp
-        self.gate_up = nn.Linear(d, 2 * f, bias=config.mlp_bias)
-        self.down = nn.Linear(f, d, bias=config.mlp_bias)
-        self.activation = ACTIVATIONS[config.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.layout.reduce(self.down, self.activation(self.layout.columns(self.up, x)))
         gate, up = self.layout.columns(self.gate_up, x).chunk(2, dim=-1)
         return self.layout.reduce(self.down, self.activation(gate) * up)

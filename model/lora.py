@@ -1,12 +1,10 @@
 """Low-rank adapters of frozen linear layers (LoRA; Hu et al. 2021), as peft has them."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llm_train_bench.model.hf_names import adapted_rows, hf_names
@@ -77,19 +75,10 @@ def adapters_of(model: HasWeights) -> Iterator[tuple[str, Tensor]]:
             yield f"base_model.model.{layer}.lora_{kind[-1].upper()}.weight", part.contiguous()
 
 
-@torch.no_grad()
-def save_adapters(model: HasWeights, directory: Path, write: bool = True) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, which peft opens.
-
-    Where ranks share parameters, every rank calls this, and only the one with `write` keeps and writes.
-    """
-    tensors = {name: value.cpu() for name, value in adapters_of(model) if write}
-    if not write:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    layers = {key.split(".lora_")[0].split(".")[-1] for key in tensors}
-    settings = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none", lora_dropout=0.0)
-    settings |= dict(r=model.lora.rank, lora_alpha=model.lora.alpha, inference_mode=False)
-    settings |= dict(target_modules=sorted(layers), base_model_name_or_path=model.config.name)
-    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+def adapter_settings(model: HasWeights, names: Iterable[str]) -> dict[str, Any]:
+    """The content of peft's adapter_config.json, for tensors of these names."""
+    layers = {name.split(".lora_")[0].split(".")[-1] for name in names}
+    settings: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none")
+    settings |= dict(lora_dropout=0.0, r=model.lora.rank, lora_alpha=model.lora.alpha)
+    settings |= dict(inference_mode=False, target_modules=sorted(layers))
+    return settings | dict(base_model_name_or_path=model.config.name)

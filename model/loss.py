@@ -68,7 +68,7 @@ def logits_loss(
         return loss.squeeze(1), grad.to(logits.dtype)
     if padded:
         logits[:, vocab_size:] = float("-inf")
-    return in_few_passes(logits, logits, target, masked, converts=logits.is_cuda)
+    return in_few_passes(logits, target, masked, converts=logits.is_cuda)
 
 
 def parted_loss(
@@ -105,15 +105,13 @@ def parted_loss(
 
 
 def in_few_passes(
-    logits: Tensor, low: Tensor, target: Tensor, masked: Tensor | None, converts: bool
+    logits: Tensor, target: Tensor, masked: Tensor | None, converts: bool
 ) -> tuple[Tensor, Tensor]:
-    """Losses (n,) of (n, V) logits for (n, 1) labels, and softmax minus one-hot, written to `low`.
+    """Losses (n,) of (n, V) logits for (n, 1) labels, and softmax minus one-hot in the logits' memory.
 
-    Both are 0 where `masked` (n, 1), if there is one.
-
-    `low` may be the logits' own memory. At most one fp32 copy of the logits is used (logsumexp and
-    softmax use two). With `converts` the kernels convert as they read and write, as a GPU's do; on
-    a CPU a separate conversion is cheaper.
+    Both are 0 where `masked` (n, 1), if there is one. At most one fp32 copy of the logits is used
+    (logsumexp and softmax use two). With `converts` the kernels convert as they read and write, as a
+    GPU's do; on a CPU a separate conversion is cheaper.
     """
     wide = logits if converts else logits.float()
     highest = wide.amax(dim=-1, keepdim=True).float()
@@ -125,7 +123,7 @@ def in_few_passes(
     if masked is not None:
         loss.masked_fill_(masked, 0.0)
         z.masked_fill_(masked, float("inf"))
-    low = torch.div(grad, z, out=low) if converts else low.copy_(grad.div_(z))
+    low = torch.div(grad, z, out=logits) if converts else logits.copy_(grad.div_(z))
     return loss.squeeze(1), low
 
 

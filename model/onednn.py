@@ -34,7 +34,7 @@ def onednn_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[0])
 
 
-linear = operator(onednn_linear, cpu=_onednn_linear)
+linear = operator(onednn_linear, _onednn_linear, "cpu")
 
 
 def _onednn_grad_weight(g, x):
@@ -46,7 +46,7 @@ def onednn_grad_weight(g: Tensor, x: Tensor) -> Tensor:
     return g.new_empty(g.shape[1], x.shape[1])
 
 
-grad_weight = operator(onednn_grad_weight, cpu=_onednn_grad_weight)
+grad_weight = operator(onednn_grad_weight, _onednn_grad_weight, "cpu")
 
 
 class _Linear(OwnFunction):

@@ -9,18 +9,19 @@ import torch
 taken: dict[str, str] = {}
 
 
-def operator(fake: Callable[..., Any], **kernels: Callable[..., Any]) -> Callable[..., Any]:
+def operator(
+    fake: Callable[..., Any], kernel: Callable[..., Any], *devices: str
+) -> Callable[..., Any]:
     """An operator of the name and the signature of `fake`, which makes its empty outputs.
 
-    `kernels` compute it, by type of device. The compiler keeps the strides of inputs. Autograd knows no
-    such operator, and would silently give no gradient: call it inside a torch.autograd.Function.
+    `kernel` computes it, on those types of devices. The compiler keeps the strides of inputs. Autograd
+    knows no such operator, and would silently give no gradient: call it inside a torch.autograd.Function.
     """
     name = f"llm_train_bench::{fake.__name__}"
     tags = torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag
     torch.library.define(name, torch.library.infer_schema(fake, mutates_args=()), tags=tags)
     torch.library.register_fake(name, fake)
-    for device, kernel in kernels.items():
-        torch.library.impl(name, device, kernel)
+    torch.library.impl(name, devices, kernel)
     return getattr(torch.ops.llm_train_bench, fake.__name__).default
 
 

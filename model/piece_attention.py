@@ -277,10 +277,8 @@ def _piece_attention_backward(grad, q, k, v, y, lse, sinks, starts, positions, w
     return dq, dk.copy_(sums[0]), dv.copy_(sums[1]), of_sinks
 
 
-forward = operator(piece_attention, cpu=_piece_attention, cuda=_piece_attention)
-backward = operator(
-    piece_attention_backward, cpu=_piece_attention_backward, cuda=_piece_attention_backward
-)
+forward = operator(piece_attention, _piece_attention, "cpu", "cuda")
+backward = operator(piece_attention_backward, _piece_attention_backward, "cpu", "cuda")
 
 
 class _Pieces(OwnFunction):

@@ -11,7 +11,7 @@ or B and C of Mamba2), H heads of P elements (values).
 
 # pyright: reportIncompatibleMethodOverride=false
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -66,10 +66,8 @@ def _chunk_states_backward(of_states, of_added, k, w, decay, states):
     return after, of_v
 
 
-states_forward = operator(chunk_states, cpu=_chunk_states, cuda=_chunk_states)
-states_backward = operator(
-    chunk_states_backward, cpu=_chunk_states_backward, cuda=_chunk_states_backward
-)
+states_forward = operator(chunk_states, _chunk_states, "cpu", "cuda")
+states_backward = operator(chunk_states_backward, _chunk_states_backward, "cpu", "cuda")
 
 
 class _States(OwnFunction):
@@ -89,24 +87,17 @@ class _States(OwnFunction):
         return added @ after.mT, of_v, of_w, (after * states).sum((-2, -1))
 
 
-class _Resets(NamedTuple):
-    """What documents hide, as factors 0 and 1: by chunks (B, n, ...), C positions each."""
+def _resets(starts: Tensor, C: int) -> Iterator[Tensor]:
+    """What documents that begin at `starts` (B, n C) hide in chunks of C positions, as factors 0 and 1.
 
-    pairs: Tensor
-    """(B, n, C, C) of one document."""
-    reads: Tensor
-    """(B, n, C) whose document began before the chunk."""
-    writes: Tensor
-    """(B, n, C) of the document that goes on after the chunk."""
-
-
-def _resets(starts: Tensor, C: int) -> _Resets:
-    """`starts` (B, n C): where each position's document begins."""
+    Pairs (B, n, C, C) of one document are 1; positions (B, n, C) whose document began before the chunk;
+    and those of the document that goes on after it.
+    """
     chunks = starts.unflatten(1, (-1, C))
     before = torch.arange(chunks.shape[1], device=starts.device)[:, None] * C
     pairs = chunks[..., :, None] == chunks[..., None, :]
     marks = pairs, chunks < before, chunks == chunks[..., -1:]
-    return _Resets(*(x.float() for x in marks))
+    return (x.unsqueeze(1).float() for x in marks)
 
 
 def scan(
@@ -132,9 +123,8 @@ def scan(
     pairs = pairs.masked_fill(hidden, float("-inf")).exp()
     reads, writes = total.exp(), (total[..., -1:] - total).exp()
     if starts is not None:
-        resets = _resets(F.pad(starts, (0, pad), value=T), C)
-        pairs = pairs * resets.pairs.unsqueeze(1)
-        reads, writes = reads * resets.reads.unsqueeze(1), writes * resets.writes.unsqueeze(1)
+        same, before, after = _resets(F.pad(starts, (0, pad), value=T), C)
+        pairs, reads, writes = pairs * same, reads * before, writes * after
     scores = (q @ k.mT).repeat_interleave(H // G, 1) * pairs  # one product for the heads of a group
     k_all = k.repeat_interleave(H // G, 1)
     w = None
@@ -196,8 +186,6 @@ class GatedNorm(nn.Module):
 
 class RecurrentMixer(nn.Module):
     """Gated DeltaNet or Mamba2 in the place of attention; a layout's ranks share the heads."""
-
-    blocks = False
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()

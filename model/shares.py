@@ -32,35 +32,22 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
         return "tp", 0, (config.padded_vocab_size,)
     if not name.startswith("blocks."):
         return None
-    _, layer, *path, kind = name.split(".")
-    part = ".".join(path)
-    heads, r, e = config.num_attention_heads, config.recurrent, config.experts
+    module, kind = name.rsplit(".", 1)
+    _, layer, part = module.split(".", 2)
+    r = config.recurrent
     if part.startswith("mlp.experts."):
         return "ep", 0, (config.experts.number,)
-    shared = e.shared_size if e else 0
-    columns = {"mlp.down": config.intermediate_size, "mlp.shared.down": shared}
-    mixes = int(layer) in r.layers
-    columns["attn.out"] = r.heads * r.head_dim if mixes else heads * config.value_dim
-    if part in columns:
-        return ("tp", 1, (columns[part],)) if kind == "weight" else None
-    rows = {
-        "attn.qkv": config.qkv_sizes,
-        "attn.project": r.segments,
-        "attn.conv": r.channels,
-        "attn.q_norm": (config.query_size,),
-        "attn.k_norm": (config.kv_size,),
-        "attn.q": (config.query_size,),
-        "attn.q_up": (config.query_size,),
-        "attn.kv_up": (heads * (config.head_dim - config.rope_dim + config.value_dim),),
-        "mlp.up": (config.intermediate_size,),
-        "mlp.gate_up": (config.intermediate_size,) * 2,
-        "mlp.shared.gate_up": (shared,) * 2,
-        "mlp.shared.up": (shared,),
-    }
+    if part in ("attn.out", "mlp.down", "mlp.shared.down"):
+        return ("tp", 1, (linear_shape(config, module)[1],)) if kind == "weight" else None
     if part == "attn":  # a number for each head
-        return "tp", 0, (r.heads if mixes else heads,)
-    if not config.whole_qk_norm:  # of each head alone
-        del rows["attn.q_norm"], rows["attn.k_norm"]
+        return "tp", 0, (r.heads if int(layer) in r.layers else config.num_attention_heads,)
+    if part in ("attn.q", "attn.q_up", "attn.kv_up", "mlp.up", "mlp.shared.up"):
+        return "tp", 0, (linear_shape(config, module)[0],)
+    if part in ("mlp.gate_up", "mlp.shared.gate_up"):
+        return "tp", 0, (linear_shape(config, module)[0] // 2,) * 2
+    rows = {"attn.qkv": config.qkv_sizes, "attn.project": r.segments, "attn.conv": r.channels}
+    if config.whole_qk_norm:  # or else of each head alone
+        rows |= {"attn.q_norm": (config.query_size,), "attn.k_norm": (config.kv_size,)}
     if not r.delta:
         rows["attn.gated_norm"] = (r.heads * r.head_dim,)
     return ("tp", 0, rows[part]) if part in rows else None
@@ -72,20 +59,18 @@ def is_matrix(name: str, dimensions: int) -> bool:
     return inside and name.endswith(".weight") and not name.endswith(".conv.weight")
 
 
+def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
+    """(out, in) of a linear layer of a block by its module's name; for stacked ones, of one expert."""
+    _, layer, _, *path = name.split(".")
+    kind = "_".join(path).replace("gate_up", "up")
+    return (config.block_shapes(int(layer)) | config.expert_shapes(int(layer)))[kind]
+
+
 def matrix_rows(config: ModelConfig, name: str) -> list[tuple[int, int]]:
     """Sizes of the matrices that are fused in a parameter of blocks, of each expert alike."""
-    _, layer, *path, _ = name.split(".")
-    shapes = config.block_shapes(int(layer)) | config.expert_shapes(int(layer))
-    kinds = {
-        "mlp.gate_up": "up",
-        "mlp.shared.gate_up": "shared_up",
-        "mlp.shared.down": "shared_down",
-    }
-    kinds |= {"mlp.shared.up": "shared_up", "mlp.experts.gate_up": "experts_up"}
-    kinds |= {"mlp.experts.up": "experts_up", "mlp.experts.down": "experts_down"}
-    rows, columns = shapes[kinds.get(".".join(path), path[-1])]
-    how = divided(config, name)
-    if path[-1] == "gate_up":
+    module, how = name.removesuffix(".weight"), divided(config, name)
+    rows, columns = linear_shape(config, module)
+    if module.endswith(".gate_up"):
         return [(rows // 2, columns)] * 2
     if how is None or how[0] == "ep" or how[1] == 1:
         return [(rows, columns)]

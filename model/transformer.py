@@ -20,7 +20,6 @@ from llm_train_bench.model.layers import (
     MLP,
     Attention,
     Embedding,
-    GatedMLP,
     LatentAttention,
     LayerNorm,
     Mask,
@@ -76,8 +75,7 @@ class Block(nn.Module):
         if config.has_experts(layer):
             self.mlp = MixtureOfExperts(config, balanced, layout)
         else:
-            mlp = GatedMLP if config.gated_mlp else MLP
-            self.mlp = mlp(config, layout) if follows else None
+            self.mlp = MLP(config, layout) if follows else None
         around = config.norm_around
         self.attn_after, self.mlp_after = (norm_of(config) if around else None for _ in range(2))
         self.dropout, self.scale = config.residual_dropout, config.residual_scale
@@ -161,7 +159,7 @@ class Transformer(HasWeights):
         if layout.tp > 1:
             self.loss.ranks, self.loss.width = layout.tp, part_of(V, layout.tp, 0)[1]
             self.loss.chunk_fn = functools.partial(parted_loss, layout.added, layout.highest, begin)
-        # A parameter's plain name, for blocks with exchanged modules (model/te.py).
+        # A parameter's plain name, for blocks with exchanged modules (apply/fp8/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
         self.ropes: dict[bool, Rope] = {}  # of layers with a window, if these have their own
         self.masks: dict[tuple[int, int | None], BlockMask] = {}
@@ -205,23 +203,15 @@ class Transformer(HasWeights):
         if not self.last:
             return x
         x = self.norm(x)
+        if self.config.logit_scale != 1:
+            x = x * self.config.logit_scale
+        head = self.embed.weight if self.lm_head is None else self.lm_head.weight
         if labels is None:
-            return F.linear(self.scaled(x), self.head_weight)[..., : self.config.vocab_size]
+            return F.linear(x, head)[..., : self.config.vocab_size]
         self.loss.masks = documents is not None
-        return self.loss_of(x, labels, places.gathered)
-
-    def scaled(self, x: Tensor) -> Tensor:
-        """What the head sees of the last hidden states."""
-        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
-
-    def loss_of(self, x: Tensor, labels: Tensor, where: Tensor | None) -> Tensor:
-        """The mean loss of last hidden states (B, t, d), of the (B, T) labels those at `where`.
-
-        Ranks that share heads have the loss of all their tokens.
-        """
-        labels = labels if where is None else labels[:, where]
-        x = self.layout.gather(self.scaled(x))
-        return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
+        # Ranks that share heads have the loss of all their tokens.
+        labels = labels if places.gathered is None else labels[:, places.gathered]
+        return self.loss(layout.gather(x).flatten(0, 1), head, labels.flatten())
 
     def embed_tokens(self, tokens: Tensor, places: Places, inside: Tensor | None) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""
@@ -258,11 +248,6 @@ class Transformer(HasWeights):
         # FSDP gathered it in low precision; a CPU would sum its gradient so, row by row.
         return F.embedding(ids, weight.float(), self.embed.padding_idx).to(weight.dtype)
 
-    @property
-    def head_weight(self) -> Tensor:
-        """(V, d): the head's own weight, or the embedding's where they are tied."""
-        return self.embed.weight if self.lm_head is None else self.lm_head.weight
-
     def rope_for(
         self,
         T: int,
@@ -277,7 +262,6 @@ class Transformer(HasWeights):
         """
         if self.config.learned_positions:
             return None
-        local = local and self.config.local_rope_theta is not None
         if local not in self.ropes or self.ropes[local].cos.device != device:
             tables = rope_tables(self.config, self.seq_len, local)
             scale = None if tables.scale is None else tables.scale.to(device)

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import yaml
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import compare
 import doctor
@@ -184,6 +186,7 @@ def read_hardware(path: Path) -> None:
 
 def read_weights_index(path: Path) -> None:
     path.rename(path.with_name("model.safetensors.index.json"))
+    save_file({"a": torch.zeros(1)}, path.with_name("b.safetensors"))
     _index(path.parent)
 
 

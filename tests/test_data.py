@@ -84,7 +84,7 @@ def test_what_holds_no_tokens_is_refused(content, dtype, message, tmp_path):
 
 def test_labels_are_the_next_tokens_and_an_epoch_uses_each_label_once(counting_file):
     source = FileTokens(str(counting_file), 1000, bsz=3, seq_len=37, seed=0)
-    assert source.n_windows == 27
+    assert source.windows.number == 27
     all_labels = []
     for inputs, labels, _ in batches(source, range(0, 27, 3), CPU):
         assert inputs.shape == labels.shape == (3, 37)

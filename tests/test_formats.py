@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from llm_train_bench.apply.fp8 import reference, torchao
+from llm_train_bench.apply.fp8 import torchao
 from llm_train_bench.apply.fp8.torchao import ScaledProducts, grouped_product
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.scales import reductions
@@ -125,7 +125,7 @@ class OneExpert(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        low = [reference.rounded(t, t.abs().amax(1, keepdim=True)) for t in (x, w)]
+        low = [torchao.rounded(t, t.abs().amax(1, keepdim=True)) for t in (x, w)]
         return low[0] @ low[1].t()
 
     @staticmethod
@@ -133,10 +133,10 @@ class OneExpert(torch.autograd.Function):
         x, w = ctx.saved_tensors
         if not len(x):
             return x, torch.zeros_like(w)
-        rows = reference.rounded(grad, grad.abs().amax(1, keepdim=True))
-        columns = reference.rounded(w, w.abs().amax(0, keepdim=True))
+        rows = torchao.rounded(grad, grad.abs().amax(1, keepdim=True))
+        columns = torchao.rounded(w, w.abs().amax(0, keepdim=True))
         of_x = rows @ columns
-        left, right = (reference.rounded(t, t.abs().amax(0, keepdim=True)) for t in (grad, x))
+        left, right = (torchao.rounded(t, t.abs().amax(0, keepdim=True)) for t in (grad, x))
         return of_x, left.t() @ right
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_train_bench.apply.fp8 import te as fp8_te
-from llm_train_bench.apply.fp8.choose import apply_fp8
+from llm_train_bench.apply.fp8.base import apply_fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.init import materialize

@@ -16,7 +16,8 @@ from benchmarks import gemm, numerics
 from llm_train_bench.apply.compile import apply_compile, compile_counts, compile_error
 from llm_train_bench.apply.fp8 import te as fp8_te
 from llm_train_bench.apply.fp8 import torchao
-from llm_train_bench.apply.fp8.choose import apply_fp8
+from llm_train_bench.apply.fp8.base import apply_fp8
+from llm_train_bench.apply.fp8.te import native_name
 from llm_train_bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
 from llm_train_bench.apply.precision import LossScaler, set_precision
 from llm_train_bench.apply.recompute import apply_recompute
@@ -26,7 +27,6 @@ from llm_train_bench.measure import rates
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.init import materialize
-from llm_train_bench.model.te import native_name
 from llm_train_bench.model.transformer import Block, Transformer
 from llm_train_bench.results.figures import fill_flop_metrics
 from llm_train_bench.results.schema import DeviceUse, Result

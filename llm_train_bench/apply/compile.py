@@ -37,15 +37,16 @@ class CompileCounts:
         return CompileCounts(*map(operator.sub, vars(self).values(), vars(before).values()))
 
 
-def code_switches(fp8_emulated: bool, linear: str) -> dict[str, Any]:
-    """The process-wide switches that change compiled code, and that PyTorch's cache keys leave out.
+def key_compiled_code(fp8_emulated: bool, linear: str = "plain") -> None:
+    """Make switches that PyTorch leaves out a part of each compiler cache's key, beside the user's tag.
 
-    Code that another process compiled under other switches would be reused (pytorch/pytorch#185449).
-    cuda.matmul's precision and Inductor's settings are in the key; read these after setting them.
+    They change compiled code, and code that another process compiled under other ones would be reused
+    (pytorch/pytorch#185449). cuda.matmul's precision and Inductor's settings are in the key; call this
+    after setting them.
     """
     cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
     flash = sys.modules.get("torch.nn.attention._registry")
-    return {
+    switches = {
         "flash": cuda.flash_sdp_enabled(),
         "cudnn": cuda.cudnn_sdp_enabled(),
         "efficient": cuda.mem_efficient_sdp_enabled(),
@@ -57,11 +58,7 @@ def code_switches(fp8_emulated: bool, linear: str) -> dict[str, Any]:
         "fp8_emulated": fp8_emulated,
         "linear": linear,
     }
-
-
-def key_compiled_code(fp8_emulated: bool, linear: str = "plain") -> None:
-    """Make `code_switches` a part of the key of every compiler cache, beside the user's own tag."""
-    text = json.dumps(code_switches(fp8_emulated, linear), sort_keys=True)
+    text = json.dumps(switches, sort_keys=True)
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     torch.compiler.config.cache_key_tag = tag + hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -77,7 +77,6 @@ class FileTokens(Dataset):
         self.path, self.vocab_size, self.dtype = path, vocab_size, dtype
         self.bsz, self.seq_len, self.tokens = bsz, seq_len, open_tokens(path, dtype)
         self.windows = Windows(path, len(self.tokens), seq_len, seed)
-        self.n_windows = self.windows.number
 
     def __getstate__(self) -> dict:
         """For data loading processes that are not forked: they map the file themselves."""
@@ -98,9 +97,9 @@ class FileTokens(Dataset):
 
     def check(self, n_samples: int) -> None:
         """UsageError if one of the samples 0 ... n_samples - 1 holds an id outside the vocabulary."""
-        for first in range(0, min(n_samples, self.n_windows), 256):
-            n = min(256, n_samples - first, self.n_windows - first)
-            rows = self.rows(first, n)
+        n_samples = min(n_samples, self.windows.number)
+        for first in range(0, n_samples, 256):
+            rows = self.rows(first, min(256, n_samples - first))
             if rows.max() >= self.vocab_size:
                 raise UsageError(
                     f"{self.path}: holds token id {rows.max()}, but the model's vocabulary ends at "
@@ -149,7 +148,7 @@ def open_data(
         return source, None
     val_source = FileTokens(flags.val_data, vocab_size, bsz, seq_len, 0, flags.data_dtype)
     # No window twice, unless there are too few for one batch.
-    n_batches = max(1, min(VAL_BATCHES, val_source.n_windows // bsz))
+    n_batches = max(1, min(VAL_BATCHES, val_source.windows.number // bsz))
     n_samples = n_batches * bsz
     val_source.check(n_samples)
     if packing is not None:
@@ -222,15 +221,11 @@ def batches(
         if first not in step:
             begin = first - first % source.global_batch
             step = range(begin, begin + source.global_batch)
-            weight = _weight(source.packing, step, labels.shape[1])
+            # A step's positions over the labels among them that are not masked.
+            positions = len(step) * labels.shape[1]
+            masked = int(source.packing.begins(np.array(step))[:, 1:].sum())
+            weight = positions / max(1, positions - masked)
         begins = source.packing.begins(np.arange(first, first + source.bsz))
         ends = torch.from_numpy(begins[:, 1:].copy()).to(device, non_blocking=True)
         documents = Documents(torch.from_numpy(starts_of(begins)), weight)
         yield MicroBatch(inputs, labels.masked_fill(ends, MASKED), documents)
-
-
-def _weight(packing: Packing, samples: range, seq_len: int) -> float:
-    """Positions of these samples over the labels among them that are not masked."""
-    positions = len(samples) * seq_len
-    masked = int(packing.begins(np.array(samples))[:, 1:].sum())
-    return positions / max(1, positions - masked)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_train_bench.apply.sharded import boxes, by_mesh, place
+from llm_train_bench.apply.sharded import boxes, parameter_groups, place
 from llm_train_bench.formulas.flops import ITERATIONS, muon_flops
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.shares import is_matrix, matrix_rows
@@ -55,18 +55,12 @@ class Muon(torch.optim.AdamW):
     """Both optimizers; a rank's state is of its own rows."""
 
     def __init__(self, model: HasWeights, flags: OptimizerFlags):
-        named = [(n, p) for n, p in model.weights() if p.requires_grad]  # a tied head's name twice
+        named = [(n, p) for n, p in model.weights() if p.requires_grad]
         self.matrices = {n: p for n, p in named if is_matrix(n, p.ndim)}
-        others = [(n, p) for n, p in named if n not in self.matrices]
-        decayed = [p for n, p in others if p.ndim >= 2 and not n.endswith("bias")]
-        plain = [p for n, p in others if p.ndim < 2 or n.endswith("bias")]
-        groups = [
-            {"params": same, "weight_decay": decay}
-            for parameters, decay in ((decayed, flags.weight_decay), (plain, 0.0))
-            for same in by_mesh(parameters)
-        ]
+        others = {n: p for n, p in named if n not in self.matrices}
         muon = {"params": [*self.matrices.values()], "weight_decay": flags.weight_decay}
-        super().__init__([*groups, muon], lr=flags.lr, betas=(0.9, 0.95), fused=True)
+        groups = [*parameter_groups(others, flags.weight_decay), muon]
+        super().__init__(groups, lr=flags.lr, betas=(0.9, 0.95), fused=True)
         self.exchange = Exchange(model, self.matrices)
 
     @torch.no_grad()
@@ -98,11 +92,11 @@ class Exchange:
         layout: Any = model.layout
         self.own = [each for name, p in matrices.items() for each in pieces(model, name, p)]
         self.group = getattr(layout, "owners", None)
-        self.ranks, self.rank, here = 1, 0, [[piece for piece, _ in self.own]]
+        mine = [piece for piece, _ in self.own]
+        self.ranks, self.rank, here = 1, 0, [mine]
         if self.group is not None:
             self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
             here = [[]] * self.ranks
-            mine = [piece for piece, _ in self.own]
             dist.all_gather_object(here, mine, group=self.group)
         sizes = {piece.matrix: piece.size for rank in here for piece in rank}
         owners, work = {}, [0] * self.ranks

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from llm_train_bench.apply.muon import Muon
 from llm_train_bench.apply.precision import LossScaler
-from llm_train_bench.apply.sharded import by_mesh, is_sharded
+from llm_train_bench.apply.sharded import is_sharded, parameter_groups
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.settings.flags import OptimizerFlags
 
@@ -24,17 +24,10 @@ def build_optimizer(model: nn.Module, flags: OptimizerFlags | None) -> torch.opt
 def optimizer_of(named: dict[str, nn.Parameter], flags: OptimizerFlags) -> torch.optim.Optimizer:
     """The optimizer of those named parameters that require a gradient."""
     learnt = {name: p for name, p in named.items() if p.requires_grad}
-    decayed = {n for n, p in learnt.items() if p.ndim >= 2 and not n.endswith("bias")}
-    matrices = [p for name, p in learnt.items() if name in decayed]
-    vectors = [p for name, p in learnt.items() if name not in decayed]
-    groups = [
-        {"params": same, "weight_decay": decay}
-        for parameters, decay in ((matrices, flags.weight_decay), (vectors, 0.0))
-        for same in by_mesh(parameters)
-    ]
+    groups = parameter_groups(learnt, flags.weight_decay)
     if flags.optimizer == "sgd":
         # PyTorch's fused SGD does not take sharded parameters.
-        sharded = is_sharded(matrices[0])
+        sharded = is_sharded(next(iter(learnt.values())))
         optimizer = torch.optim.SGD(groups, lr=flags.lr, momentum=0.9, fused=not sharded)
         for p in [] if sharded else learnt.values():
             # If fp16 overflows in the first step, the fused kernel leaves this buffer unfilled.
@@ -52,33 +45,25 @@ def learning_rate(step: int, flags: OptimizerFlags, n_steps: int) -> float:
     return lowest + 0.5 * (flags.lr - lowest) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its kernel divides gradients by `grad_scale`, as PyTorch's GradScaler uses it."""
-    adamw = isinstance(optimizer, torch.optim.AdamW) and not isinstance(optimizer, Muon)
-    return adamw and bool(optimizer.defaults.get("fused"))
-
-
 def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     """The norm of all gradients, whole; those that FSDP divided are of one mesh.
 
-    PyTorch's function makes a chain of kernels for each sharded gradient.
+    It is in fp32, also of gradients in bf16. PyTorch's function makes a chain of kernels for each sharded
+    gradient.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads or not is_sharded(first := grads[0]):
-        return _total_norm(grads)
-    square = _total_norm([cast(Any, g).to_local() for g in grads]).square()
+    if not grads:
+        return torch.zeros(())
+    parts = [g.to_local() if is_sharded(g) else g for g in grads]
+    norms = torch.ops.aten._foreach_norm(parts, 2, torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if not is_sharded(first := grads[0]):
+        return norm
     # Of two dimensions the first holds replicas, whose gradients are the same. With --cpu-offload the sum
     # stays on the CPU: the fused optimizer would not wait for a factor that comes from the GPU.
+    square = norm.square()
     dist.all_reduce(square, group=first.device_mesh.get_group(first.device_mesh.ndim - 1))
     return square.sqrt()
-
-
-def _total_norm(grads: list[Tensor]) -> Tensor:
-    """The norm of some gradients, in fp32 if they are in bf16."""
-    if not grads or grads[0].dtype != torch.bfloat16:
-        return nn.utils.get_total_norm(grads)
-    norms = torch.ops.aten._foreach_norm(grads, 2, torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def optimizer_step(
@@ -102,8 +87,8 @@ def optimizer_step(
     scale = 1.0 if scaler is None else scaler.scale.clone()
     if scaler is not None:
         scaler.before_step(optimizer, norm)
-    if max_norm and scaler is None and _divides_gradients(optimizer):
-        # The fused kernel reads the gradients anyway: no separate pass.
+    if max_norm and scaler is None and optimizer.__class__ is torch.optim.AdamW:
+        # Its fused kernel divides the gradients as it reads them: no separate pass.
         optimizer.grad_scale = (norm / max_norm).clamp(min=1.0)
         optimizer.step()
         del optimizer.grad_scale

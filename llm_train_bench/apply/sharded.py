@@ -20,12 +20,19 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "full_tensor")
 
 
-def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters grouped by device mesh, which a fused optimizer's kernel cannot mix; never empty."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(groups.values()) or [[]]
+def parameter_groups(named: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's groups: matrices with weight decay, vectors and biases without.
+
+    Each has one device mesh: a fused optimizer's kernel cannot mix them.
+    """
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for name, p in named.items():
+        decays = p.ndim >= 2 and not name.endswith("bias")
+        groups.setdefault((decays, getattr(p, "device_mesh", None)), []).append(p)
+    return [
+        {"params": same, "weight_decay": weight_decay if decays else 0.0}
+        for (decays, _), same in groups.items()
+    ]
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":

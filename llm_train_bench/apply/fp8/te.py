@@ -1,19 +1,26 @@
-"""FP8 by Transformer Engine (sources of 2.2 to 2.20): recipes and checkpoint."""
+"""Transformer Engine's modules in blocks, and its FP8: recipes and checkpoint (sources of 2.2 to 2.20).
+
+The modules inside a block are replaced and its forward stays: rotary embedding, attention, windows
+and dropout are ours. Weight names are those of the plain block (`Transformer.weights`), so that
+first values and Hugging Face files are the same.
+"""
 
 import contextlib
 import dataclasses
 import importlib
 import types
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import how_to_install
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model import te as te_blocks
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.results.figures import describe_fp8
 from llm_train_bench.results.schema import Fp8Info
@@ -39,12 +46,13 @@ class TransformerEngineFp8(Fp8):
 
     te: types.ModuleType
     recipe: Any
-    micro_batch: types.SimpleNamespace
     info: Fp8Info | None
+    first: bool = True
+    """Whether the micro batch about to run is its step's first."""
 
     def forward(self, micro: int) -> contextlib.AbstractContextManager:
         """Under the recipe; the first micro batch of a step casts the weights for the others."""
-        self.micro_batch.first = micro == 0
+        self.first = micro == 0
         return fp8_context(self.te, self.recipe)
 
     def checkpoint(self, forward, *args, **options) -> Tensor:
@@ -52,6 +60,10 @@ class TransformerEngineFp8(Fp8):
         if not torch.is_grad_enabled():  # before 2.20 TE does not check
             return forward(*args)
         return self.te.checkpoint(forward, *args, use_reentrant=False)
+
+    def cached(self, forward: Callable) -> Callable:
+        """A module's forward that casts its weights for the first micro batch of a step only."""
+        return lambda x: forward(x, is_first_microbatch=self.first)
 
 
 def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
@@ -62,15 +74,16 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
     fp8 = work.fp8
     library = import_te(device, "--fp8-backend te" if fp8 else "--linear te")
     if not fp8:
-        te_blocks.convert(model, library, cache_weights=False)
+        convert(model, library)
         return Fp8()
     _quantization_state().reset()  # delayed scaling goes on updating the modules of earlier models
     recipe = make_recipe(fp8.recipe)
     excluded = {name for name, layers in TE_MODULES.items() if not {*layers} <= {*fp8.layers}}
-    info = describe_fp8(fp8, work.config, version())
-    # A cast for one micro batch serves the next ones of its step, where no weight is sharded.
-    micro_batch = te_blocks.convert(model, library, work.batch.grad_acc_steps > 1, excluded)
-    return TransformerEngineFp8(library, recipe, micro_batch, info)
+    hooks = TransformerEngineFp8(library, recipe, describe_fp8(fp8, work.config, version()))
+    for module in convert(model, library, excluded):
+        if work.batch.grad_acc_steps > 1:  # sharded modules ignore it
+            module.forward = hooks.cached(module.forward)
+    return hooks
 
 
 def import_te(device: torch.device, flag: str) -> types.ModuleType:
@@ -124,3 +137,45 @@ def fp8_context(te: types.ModuleType, recipe) -> contextlib.AbstractContextManag
     if hasattr(te, "autocast"):  # 2.9 and newer
         return te.autocast(enabled=True, recipe=recipe)
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+
+def convert(
+    model: Transformer, te: types.ModuleType, excluded: Collection[str] = ()
+) -> list[nn.Module]:
+    """Replace the linear layers and norms of all blocks, on the meta device, in place.
+
+    Those in `excluded` stay: `attn.qkv`, `attn.out` or `mlp`. Returns the new modules with linear layers.
+    """
+    config = model.config  # not the model, which would then hold itself
+    model.native_name = lambda name: native_name(name, config)
+    blocks = model.blocks.values()
+    return [module for block in blocks for module in _convert_block(block, config, te, excluded)]
+
+
+def _convert_block(
+    block: Any, config: ModelConfig, te: types.ModuleType, excluded: Collection[str]
+) -> Iterator[nn.Module]:
+    # A string: TE compares it with "meta", which a torch.device does not equal.
+    common = {"params_dtype": torch.float32, "device": "meta"}
+    norm = {"normalization": "RMSNorm" if config.rms_norm else "LayerNorm", "eps": config.norm_eps}
+    norm |= common
+    d, f, qkv, out = config.hidden_size, config.intermediate_size, block.attn.qkv, block.attn.out
+    if "attn.qkv" not in excluded:
+        block.attn.qkv = te.LayerNormLinear(d, qkv.out_features, bias=qkv.bias is not None, **norm)
+        block.attn_norm = nn.Identity()
+        yield block.attn.qkv
+    if "attn.out" not in excluded:
+        block.attn.out = te.Linear(out.in_features, d, bias=out.bias is not None, **common)
+        yield block.attn.out
+    if "mlp" not in excluded:
+        name = TE_ACTIVATIONS[config.activation][config.gated_mlp]
+        block.mlp = te.LayerNormMLP(d, f, bias=config.mlp_bias, activation=name, **norm)
+        block.mlp_norm = nn.Identity()
+        yield block.mlp
+
+
+def native_name(name: str, config: ModelConfig) -> str:
+    """The plain block's name of a converted block's parameter."""
+    name = name.replace("attn.qkv.layer_norm_", "attn_norm.").replace("mlp.fc2_", "mlp.down.")
+    name = name.replace("mlp.fc1_", "mlp.gate_up." if config.gated_mlp else "mlp.up.")
+    return name.replace("mlp.layer_norm_", "mlp_norm.")

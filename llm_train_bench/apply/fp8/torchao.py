@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_train_bench.apply.fp8 import reference
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import how_to_install
@@ -157,7 +157,7 @@ def grouped_product(emulated: bool, rows: Tensor, weight: Tensor, ends: Tensor) 
     FP8 is scaled by rows under every recipe, as torchao's kernels have it.
     """
     if emulated:
-        return reference.GroupedProduct.apply(rows, weight.transpose(1, 2), ends)
+        return GroupedProduct.apply(rows, weight.transpose(1, 2), ends)
     from torchao.prototype import moe_training
 
     filled, ends, places = fill_groups(rows, ends)
@@ -165,6 +165,51 @@ def grouped_product(emulated: bool, rows: Tensor, weight: Tensor, ends: Tensor) 
         filled, weight, ends, out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=False
     )
     return out[places].to(rows.dtype)
+
+
+def rounded(x: Tensor, amax: Tensor) -> Tensor:
+    """Numbers after E4M3 with scales that are powers of two, by the largest magnitudes; in fp32."""
+    scale = torch.exp2(torch.floor(torch.log2(448 / amax.float().clamp(min=1e-12))))
+    return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+
+
+class GroupedProduct(torch.autograd.Function):
+    """Rows (R, K) and weights (E, M, K) to (R, M), rounded to FP8 along what each product sums over.
+
+    It stands for kernels that a CPU lacks, and these are judged by it. As in torchao's
+    `_to_fp8_rowwise_then_scaled_grouped_mm` a row has a scale, and in the gradient of a weight so has
+    each column of an expert's rows.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weight, ends):
+        ctx.save_for_backward(rows, weight, ends)
+        low = rounded(weight, weight.abs().amax(2, keepdim=True))
+        out = F.grouped_mm(_by_row(rows), low.transpose(1, 2), offs=ends)
+        return out.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        rows, weight, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        low = rounded(weight, weight.abs().amax(1, keepdim=True))
+        of_rows = F.grouped_mm(_by_row(grad), low, offs=ends)
+        columns = _by_column(grad, ends), _by_column(rows, ends)
+        of_weight = F.grouped_mm(columns[0].t(), columns[1], offs=ends)
+        return of_rows.to(rows.dtype), of_weight.to(weight.dtype), None
+
+
+def _by_row(x: Tensor) -> Tensor:
+    return rounded(x, x.abs().amax(1, keepdim=True))
+
+
+def _by_column(x: Tensor, ends: Tensor) -> Tensor:
+    """Rounded with a scale for each column of each group of rows."""
+    number = torch.arange(len(x), device=x.device)
+    group = torch.bucketize(number, ends.to(number.dtype), right=True)
+    index = group[:, None].expand_as(x)
+    amax = x.new_zeros(len(ends), x.shape[1]).scatter_reduce(0, index, x.abs(), "amax")
+    return rounded(x, amax[group])
 
 
 def fill_groups(rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
