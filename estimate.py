@@ -39,7 +39,7 @@ from llm_train_bench.settings.command_line import (
     refuse_foreign,
     with_file,
 )
-from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.flags import Script, given_fields
 from llm_train_bench.settings.plan import Plan
 
 
@@ -108,10 +108,10 @@ def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
     words, file = with_file(argv, None, EstimateArgs, "estimate.py")
     if file is None:
         return words, None
-    flags = {word.partition("=")[0].replace("_", "-") for word in argv}
-    if file.ranks and "--gpus" not in flags:
+    flags = given_fields(argv)
+    if file.ranks and "gpus" not in flags:
         words += ["--gpus", str(file.ranks)]
-    if file.script not in (None, Script.ONE) and "--parallel" not in flags:
+    if file.script not in (None, Script.ONE) and "parallel" not in flags:
         words += ["--parallel", file.script.name.lower()]
     return words, file
 

@@ -12,7 +12,7 @@ import math
 import re
 import types
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.number_text import parse_number
@@ -43,7 +43,7 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag's declaration, besides name, type and default.
+    """A flag's declaration, besides name and default.
 
     Values outside the bounds are refused; `needs` names the flag without which this one has no meaning.
     """
@@ -61,6 +61,41 @@ class Flag:
     positional: bool = False  # stands on the command line without a flag
     common: bool = False  # shown by --help, and in the README
     thousand: int = 1000  # what k stands for
+    annotation: Any = None  # the field's, which `declared` enters
+
+    @property
+    def many(self) -> bool:
+        """Whether the flag takes several values."""
+        return get_origin(self.annotation) is tuple
+
+    @property
+    def options(self) -> list[Any]:
+        """The words and the types of a value; NoneType if there may be none."""
+        hint = get_args(self.annotation)[0] if self.many else self.annotation
+        parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        return [option for part in parts for option in get_args(part) or (part,)]
+
+    def parse(self, text: str) -> Any:
+        """The value that a text stands for; ValueError if it is none of the flag's."""
+        options = self.options
+        if text in options or str in options:
+            return text
+        if bool in options and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if int not in options and float not in options:
+            raise ValueError(f"{text!r} is none of {options}")
+        number = int if int in options else float
+        return parse_number(text, number, self.thousand, self.metavar == "PERCENT")
+
+    def read(self, value: Any) -> Any:
+        """A value of a file in the flag's type: a number may be quoted. ValueError as for a text."""
+        if isinstance(value, list | tuple) and self.many:
+            return tuple(map(self.read, value))
+        if isinstance(value, bool) and bool in self.options:
+            return value
+        if isinstance(value, bool | list | tuple | dict):
+            raise ValueError(f"{value!r} is none of {self.options}")
+        return self.parse(str(value))
 
 
 def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
@@ -429,9 +464,11 @@ class Args(  # dataclasses take fields from the last base first
         return group(**{name: getattr(self, name) for name in inspect.get_annotations(group)})
 
 
-def declared(kind: Any) -> dict[str, Flag]:
-    """The declarations of a dataclass's flags (or of an object's) by name."""
-    return {f.name: f.metadata["flag"] for f in dataclasses.fields(kind)}
+@functools.cache
+def declared(kind: type) -> dict[str, Flag]:
+    """The declarations of a dataclass's flags by name."""
+    fields = dataclasses.fields(kind)
+    return {f.name: dataclasses.replace(f.metadata["flag"], annotation=f.type) for f in fields}
 
 
 def help_texts(kind: type) -> dict[str, str]:
@@ -443,14 +480,6 @@ def help_texts(kind: type) -> dict[str, str]:
         )
         texts |= {name: " ".join(text.split()) for name, text in paragraphs}
     return texts
-
-
-def kinds_of_value(hint: Any) -> list[Any]:
-    """The types that a flag's value may have."""
-    if get_origin(hint) is tuple:
-        hint = get_args(hint)[0]
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return [part for part in parts if part is not type(None)]
 
 
 def defaults(kind: Any) -> dict[str, Any]:
@@ -515,15 +544,6 @@ def without_meaning(flags: Mapping[str, Any]) -> set[str]:
     return {name for name, other in needed.items() if not flags.get(other)}
 
 
-@functools.cache
-def flag_words(name: str) -> frozenset[str]:
-    """The words that a flag takes; none for an unknown flag."""
-    if name not in declared(Args):
-        return frozenset()
-    kinds = kinds_of_value(get_type_hints(Args)[name])
-    return frozenset(choice for kind in kinds for choice in get_args(kind))
-
-
 # Flags that a sweep may set: it chooses model and place itself.
 SETTABLE = declared(Args).keys() - {"config", "output_dir", "run_name"}
 
@@ -551,6 +571,16 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def field_of(word: str) -> str:
+    """A word of the command line as a field: seq_len for --seq-len=4096."""
+    return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def given_fields(argv: Iterable[str]) -> list[str]:
+    """The flags of a command line, as fields."""
+    return [field_of(word) for word in argv if word.startswith("--")]
+
+
 def to_argv(flags: Mapping[str, Any]) -> list[str]:
     """Flags as a command line: true is the bare flag, false and null leave it out."""
     words = []
@@ -565,30 +595,12 @@ def to_argv(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def key_values(flag: str, texts: Iterable[str], known: Mapping[str, type]) -> dict[str, Any]:
-    """Values given as KEY=VALUE; UsageError for an unknown key, or what is no number above 0."""
-    values = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or key not in known:
-            raise UsageError(f"{flag} {text}: must be KEY=VALUE with one of {', '.join(known)}")
-        if not value:
-            raise UsageError(f"{flag} {text}: is empty")
-        try:
-            values[key] = value if known[key] is str else parse_number(value, known[key])
-        except ValueError:
-            raise UsageError(f"{flag} {text}: {value} is no number") from None
-        if not isinstance(values[key], str) and not 0 < values[key] < math.inf:
-            raise UsageError(f"{flag} {text}: must be above 0")
-    return values
-
-
 def check_bounds(args: Any, given: Collection[str] = ()) -> None:
     """UsageError for a flag outside its declared bounds, or without the flag that it needs.
 
     A flag in `given` needs that other flag also at its default.
     """
-    for name, flag in declared(args).items():
+    for name, flag in declared(type(args)).items():
         has_meaning = not flag.needs or getattr(args, flag.needs)
         if flag.needs and not has_meaning and (name in given or changed(args, [name])):
             raise UsageError(f"{flag_of(name)} needs {flag_of(flag.needs)}")
@@ -614,15 +626,10 @@ def _outside(flag: Flag, value: float) -> str | None:
 def parse_sac_freq(text: str) -> tuple[int, int]:
     """ "q/p" as two whole numbers, 0 < q <= p; UsageError with the reason."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match:
-        raise UsageError(
-            f"--sac-freq {text}: must be two whole numbers q/p, as in 1/4: q of every p blocks"
-        )
-    q, p = int(match[1]), int(match[2])
-    if p == 0:
-        raise UsageError(f"--sac-freq {text}: cannot choose among 0 blocks; p must be at least 1")
+    q, p = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 0 < q <= p:
         raise UsageError(
-            f"--sac-freq {text}: q must be from 1 to p = {p}; leave the flag out for none"
+            f"--sac-freq {text}: must be two whole numbers q/p with 0 < q <= p, as in 1/4: q of every p "
+            "blocks; leave the flag out for none"
         )
     return q, p

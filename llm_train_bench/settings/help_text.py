@@ -5,19 +5,19 @@ import dataclasses
 import inspect
 import shutil
 import textwrap
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType
 
 from llm_train_bench.base.start import ROOT
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.settings.flags import (
     Args,
+    Flag,
     Script,
     declared,
     defaults,
     flag_of,
     help_texts,
-    kinds_of_value,
 )
 
 # Lines of a screen, and its columns if the terminal has more.
@@ -109,15 +109,15 @@ def _summary(kind: type, prog: str) -> list[str]:
 
 def _sections(kind: type, groups: dict[str, tuple[str, list[str]]]) -> list[str]:
     """Groups as lines: a title, then flags with their values, help and defaults."""
-    flags, hints = declared(kind), get_type_hints(kind)
-    default, texts = defaults(kind), help_texts(kind)
+    flags, default, texts = declared(kind), defaults(kind), help_texts(kind)
     lines: list[str] = []
     for title, names in groups.values():
         lines += ["", f"{title}:"] if title else []
         for n in names:
-            value = "" if hints[n] is bool else f" {flags[n].metavar or _metavar(hints[n])}"
+            is_switch = flags[n].annotation is bool
+            value = "" if is_switch else f" {flags[n].metavar or _metavar(flags[n])}"
             left = f"  {value.strip() if flags[n].positional else flag_of(n) + value}"
-            quiet = hints[n] is bool or default[n] in (None, (), "", dataclasses.MISSING)
+            quiet = is_switch or default[n] in (None, (), "", dataclasses.MISSING)
             shown = f"{default[n]:.0%}" if flags[n].metavar == "PERCENT" else default[n]
             text = texts[n] if quiet else f"{texts[n]} (default: {shown})"
             if len(left) > 28:
@@ -132,8 +132,7 @@ def _width() -> int:
     return min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
 
 
-def _metavar(hint: Any) -> str:
+def _metavar(flag: Flag) -> str:
     names = {int: "N", float: "X", str: "TEXT"}
-    parts = kinds_of_value(hint)
-    word = "|".join("|".join(get_args(p)) if get_origin(p) is Literal else names[p] for p in parts)
-    return f"{word} ..." if get_origin(hint) is tuple else word
+    options = [names.get(option, option) for option in flag.options if option is not NoneType]
+    return "|".join(options) + (" ..." if flag.many else "")
