@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import re
 import shutil
 import textwrap
 from types import NoneType
@@ -22,28 +23,6 @@ from llm_train_bench.settings.flags import (
 
 # Lines of a screen, and its columns if the terminal has more.
 ROWS, COLUMNS = 60, 100
-EXAMPLES = {
-    "train.py": (
-        "train.py configs/llama-tiny.json --data data/mine/train.bin --n-steps 200",
-        "train.py configs/gpt2-125m.json --bsz 32 --pt-compile",
-        "train.py configs/llama-3.1-8b.json --layers 8 --bsz auto --pt-compile --use-fp8",
-    ),
-    "train_ddp.py": (
-        "train_ddp.py configs/gpt2-1.5b.json --bsz 8 --pt-compile",
-        "train_ddp.py configs/gpt2-1.5b.json --bsz 16 --use-fp8",
-        "train_ddp.py configs/gpt2-tiny.json --nproc 2 --device cpu",
-    ),
-    "train_fsdp.py": (
-        "train_fsdp.py configs/llama-70b-proxy.json --sac-freq 1/4",
-        "train_fsdp.py configs/llama-3.1-70b.json --tp 8 --sac-freq 1/1 --pt-compile",
-        "train_fsdp.py configs/moe-tiny.json --ep 2 --nproc 2 --device cpu",
-    ),
-    "train_pp.py": (
-        "train_pp.py configs/llama-70b-proxy.json --pp 4 --pt-compile",
-        "train_pp.py configs/llama-tiny.json --pp 2 --pp-virtual 2 --device cpu",
-        "train_pp.py configs/llama-tiny.json --pp 2 --tp 2 --nproc 4 --device cpu",
-    ),
-}
 
 
 def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> str:
@@ -96,15 +75,13 @@ def _groups(kind: type, script: Script | None) -> dict[str, tuple[str, list[str]
 
 
 def _summary(kind: type, prog: str) -> list[str]:
-    """What a script does, and three examples: of a tool, those of its docstring."""
-    path, examples = ROOT / prog, EXAMPLES.get(prog, ())
-    if not examples and path.exists():
+    """What a script does, and the first three examples of its docstring."""
+    path, examples = ROOT / prog, []
+    if path.exists():
         text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-        lines = [line.strip() for line in text.splitlines()]
-        examples = [line.removeprefix("python ") for line in lines if line.startswith("python ")]
+        examples = re.findall(r"^ *(python .+)", text, re.MULTILINE)[:3]
     summary = (inspect.getdoc(kind) or "").split("\n\n")[0]
-    shown = [f"  python {example}" for example in examples[:3]]
-    return [summary, "", *shown] if shown else [summary]
+    return [summary, *([""] if examples else []), *(f"  {example}" for example in examples)]
 
 
 def _sections(kind: type, groups: dict[str, tuple[str, list[str]]]) -> list[str]:
