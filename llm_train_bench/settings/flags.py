@@ -53,7 +53,6 @@ class Flag:
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
-    below: float | None = None
     needs: str | None = None
     headline: bool = False  # shown beside a run even at its default
     usual: Any = None  # in results, in place of a default that each run resolves
@@ -613,23 +612,11 @@ def check_bounds(args: Any, given: Collection[str] = ()) -> None:
 
 def _outside(flag: Flag, value: float) -> str | None:
     """The bound that a value breaks, in words; None where it breaks none."""
-    if flag.below is not None and not (flag.at_least or 0) <= value < flag.below:
-        return f"from {flag.at_least or 0:g} to below {flag.below:g}"
-    if flag.above is not None and not flag.above < value < float("inf"):
-        return f"above {flag.above:g} and finite"
-    if flag.at_least is not None and not flag.at_least <= value < float("inf"):
-        return f"at least {flag.at_least:g}" + " and finite" * (not math.isfinite(value))
+    if not math.isfinite(value):
+        return "finite"
+    if flag.above is not None and value <= flag.above:
+        return f"above {flag.above:g}"
+    if flag.at_least is not None and value < flag.at_least:
+        return f"at least {flag.at_least:g}"
     most = LARGEST if flag.at_most is None and isinstance(value, int) else flag.at_most
     return f"at most {most}" if most is not None and value > most else None
-
-
-def parse_sac_freq(text: str) -> tuple[int, int]:
-    """ "q/p" as two whole numbers, 0 < q <= p; UsageError with the reason."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    q, p = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 0 < q <= p:
-        raise UsageError(
-            f"--sac-freq {text}: must be two whole numbers q/p with 0 < q <= p, as in 1/4: q of every p "
-            "blocks; leave the flag out for none"
-        )
-    return q, p

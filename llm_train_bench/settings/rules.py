@@ -21,7 +21,6 @@ from llm_train_bench.settings.flags import (
     changed,
     declared,
     flag_of,
-    parse_sac_freq,
 )
 
 FP8_RECIPES = {"te": get_args(TeRecipe), "torchao": get_args(TorchaoRecipe)}
@@ -79,8 +78,9 @@ CONTRADICTIONS = (
      lambda a, s: a.run_name is not None
      and (a.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", a.run_name)
           or len(os.fsencode(a.run_name)) > 200)),
-    ("--cpu-offload with --tp, --cp or --ep: gradients are reduced further on the GPU; leave it out",
-     lambda a, s: a.cpu_offload and _divided(a)),
+    ("--cpu-offload with --tp, --cp, --ep, --amp fp16 or --fp8-all-gather: these need gradients or "
+     "weights on the GPU; leave it out",
+     lambda a, s: a.cpu_offload and (_divided(a) or a.amp == "fp16" or a.fp8_all_gather)),
     ("--save-every, --resume, --zero1 and --reduce-dtype bf16 of train_ddp.py need --pass-type step",
      lambda a, s: a.pass_type != "step"
      and (a.save_every or a.resume or a.zero1 or (s is Script.DDP and a.reduce_dtype == "bf16"))),
@@ -123,14 +123,10 @@ CONTRADICTIONS = (
     ("train_fsdp.py with --amp fp16 and --optimizer sgd: PyTorch has no fused SGD for sharded "
      "parameters; use adamw",
      lambda a, s: s is Script.FSDP and a.amp == "fp16" and a.optimizer == "sgd"),
-    ("--amp fp16 with --cpu-offload: the loss scale is on the GPU, the gradients are not; use --amp bf16",
-     lambda a, s: a.amp == "fp16" and a.cpu_offload),
     ("--fp8-emulate: Transformer Engine cannot emulate; use --fp8-backend torchao",
      lambda a, s: a.fp8_emulate and a.fp8_backend == "te"),
-    ("--fp8-all-gather needs --fp8-backend torchao and --fp8-recipe tensorwise",
-     lambda a, s: a.fp8_all_gather and a.fp8_recipe != "tensorwise"),
-    ("--fp8-all-gather does not work with --cpu-offload, --tp, --cp or --ep; leave out one of the two",
-     lambda a, s: a.fp8_all_gather and (a.cpu_offload or _divided(a))),
+    ("--fp8-all-gather needs --fp8-backend torchao and --fp8-recipe tensorwise, and no --tp, --cp, --ep",
+     lambda a, s: a.fp8_all_gather and (a.fp8_recipe != "tensorwise" or _divided(a))),
 )
 # fmt: on
 
@@ -144,8 +140,6 @@ def check(args: Args, script: Script) -> Args:
         divided = _divided(args) or script is Script.PP
         backend, recipe = resolve_fp8(args.part(Fp8Flags), args.pt_compile, divided)
         args = dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)
-    if args.sac_freq is not None:
-        parse_sac_freq(args.sac_freq)
     if message := broken_rule(args, script):
         raise UsageError(message)
     return args
