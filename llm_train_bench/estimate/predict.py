@@ -33,9 +33,10 @@ from llm_train_bench.formulas.memory_model import (
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
-from llm_train_bench.settings.flags import Args, Script, flag, to_argv
+from llm_train_bench.settings.command_line import parse_args, parse_dataclass
+from llm_train_bench.settings.flags import Args, Script, flag, given_fields, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
+from llm_train_bench.settings.rules import refuse_foreign
 
 BYTES_PER_GIB = 2**30
 # Power of a busy GPU against its limit.
@@ -212,7 +213,7 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     args = parse_dataclass(EstimateArgs, words, "estimate_step")
     wanted = args.part(EstimateFlags)
     script = script_of(args.pp, wanted)
-    refuse_foreign(words, script)
+    refuse_foreign(given_fields(words), script)
     device = device_of(gpu, wanted)
     has = {"memory_gib": device.memory_gib, "native_amp": device.native_amp}
     plan = plan_by(wanted.trainer, args, script, wanted.gpus, device.platform, **has)

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from types import NoneType
 from typing import Any, TypeVar
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
@@ -32,7 +31,7 @@ from llm_train_bench.settings.other_names import (
     right_value,
     surprises,
 )
-from llm_train_bench.settings.rules import check, foreign
+from llm_train_bench.settings.rules import check, refuse_foreign
 
 Parsed = TypeVar("Parsed")
 
@@ -40,7 +39,7 @@ Parsed = TypeVar("Parsed")
 def parse_args(argv: Sequence[str], script: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
     script = Script(script)
-    words = with_file(argv, script)[0]
+    words = with_file(argv, script, Args, script)[0]
     args = parse_dataclass(Args, words, script, script)
     if script is Script.PP and args.grad_acc_steps == 1 and "grad_acc_steps" in given_fields(words):
         raise UsageError(
@@ -51,7 +50,7 @@ def parse_args(argv: Sequence[str], script: str) -> Args:
 
 
 def with_file(
-    argv: Sequence[str], script: Script | None, kind: type = Args, prog: str = ""
+    argv: Sequence[str], script: Script | None, kind: type, prog: str
 ) -> tuple[list[str], Any]:
     """A command line in our words, with `--from FILE` replaced by what the file holds; and that.
 
@@ -63,7 +62,7 @@ def with_file(
     from llm_train_bench.settings.run_file import split_from  # needs YAML
 
     words, file = split_from(argv, script)
-    if "config" not in parse_words(kind, words, prog or str(script)):
+    if "config" not in parse_words(kind, words, prog):
         if file.config is None:
             raise UsageError("--from: its file names no config; give the model's config")
         words = [file.config, *words]
@@ -89,14 +88,6 @@ def remarks_on(argv: Sequence[str]) -> list[str]:
     return [*twice, *surprises(argv)]
 
 
-def refuse_foreign(argv: Sequence[str], script: Script) -> None:
-    """UsageError for a flag of other scripts, also where its value is the default."""
-    flags = declared(Args)
-    for name in given_fields(argv):
-        if name in flags and script not in flags[name].scripts:
-            raise UsageError(foreign(name, script))
-
-
 def parse_dataclass(
     kind: type[Parsed], argv: Sequence[str], prog: str, script: Script | None = None
 ) -> Parsed:
@@ -111,7 +102,7 @@ def parse_dataclass(
             print(text)
         raise SystemExit(0)
     if script:
-        refuse_foreign(argv, script)
+        refuse_foreign(given_fields(argv), script)  # also with their default values
     values, flags = parse_words(kind, argv, prog), declared(kind)
     for name, flag in flags.items():
         if defaults(kind)[name] is dataclasses.MISSING and name not in values:
@@ -190,8 +181,8 @@ def _unknown(word: str, texts: Sequence[str], flags: Mapping[str, Flag], prog: s
 
 def allowed(flag: Flag) -> str:
     """The values that a flag takes, in words."""
-    names = {int: "a whole number", float: "a number", str: "text"}
-    *words, last = (names.get(option, option) for option in flag.options if option is not NoneType)
+    names: dict[Any, Any] = {int: "a whole number", float: "a number", str: "text"}
+    *words, last = (names.get(o, o) for o in flag.options)
     return f"{', '.join(words)} or {last}" if words else last
 
 

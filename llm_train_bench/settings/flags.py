@@ -10,8 +10,8 @@ import functools
 import inspect
 import math
 import re
-import types
 from collections.abc import Collection, Iterable, Mapping
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from llm_train_bench.base.errors import UsageError
@@ -68,11 +68,17 @@ class Flag:
         return get_origin(self.annotation) is tuple
 
     @property
+    def optional(self) -> bool:
+        """Whether the flag may have no value."""
+        return NoneType in get_args(self.annotation)
+
+    @property
     def options(self) -> list[Any]:
-        """The words and the types of a value; NoneType if there may be none."""
+        """The words and the types of a value."""
         hint = get_args(self.annotation)[0] if self.many else self.annotation
-        parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        return [option for part in parts for option in get_args(part) or (part,)]
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        options = [option for part in parts for option in get_args(part) or (part,)]
+        return [option for option in options if option is not NoneType]
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for; ValueError if it is none of the flag's."""
@@ -559,10 +565,9 @@ def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     return [n for n in names if left[n] != right[n]]
 
 
-def changed(args: Any, names: Iterable[str]) -> str | None:
-    """The first of these flags that is not at its default."""
-    default = type(args)  # a dataclass has its defaults as attributes
-    return next((n for n in names if getattr(args, n) != getattr(default, n)), None)
+def changed(args: Any) -> list[str]:
+    """The flags that are not at their defaults."""
+    return [n for n, default in defaults(type(args)).items() if getattr(args, n) != default]
 
 
 def flag_of(name: str) -> str:
@@ -599,9 +604,9 @@ def check_bounds(args: Any, given: Collection[str] = ()) -> None:
 
     A flag in `given` needs that other flag also at its default.
     """
+    asked = {*changed(args), *given}
     for name, flag in declared(type(args)).items():
-        has_meaning = not flag.needs or getattr(args, flag.needs)
-        if flag.needs and not has_meaning and (name in given or changed(args, [name])):
+        if flag.needs and not getattr(args, flag.needs) and name in asked:
             raise UsageError(f"{flag_of(name)} needs {flag_of(flag.needs)}")
         value = getattr(args, name)
         number = isinstance(value, int | float) and not isinstance(value, bool)

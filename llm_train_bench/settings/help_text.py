@@ -6,7 +6,7 @@ import inspect
 import re
 import shutil
 import textwrap
-from types import NoneType
+from typing import Any
 
 from llm_train_bench.base.start import ROOT
 
@@ -32,6 +32,7 @@ def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> 
     the groups. UsageError for an unknown topic.
     """
     flags, groups = declared(kind), _groups(kind, script)
+    shown = [name for _, names in groups.values() for name in names]
     places = [str(flags[n].metavar) for n in flags if flags[n].positional]
     head = [f"usage: {' '.join([prog, *places])} [flags]", "", *_summary(kind, prog)]
     everything = [*head, *_sections(kind, groups)]
@@ -39,7 +40,7 @@ def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> 
         return "\n".join(everything)
     if topic:
         topic = "config" if topic == "from" else topic  # whose help has it
-        known = [*groups, *(flag_of(n)[2:] for names in groups.values() for n in names[1])]
+        known = [*groups, *(flag_of(name)[2:] for name in shown)]
         if topic not in known:
             near = did_you_mean(topic, known)
             raise UsageError(
@@ -48,9 +49,7 @@ def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> 
         chosen = groups.get(topic) or ("", [topic.replace("-", "_")])
         return "\n".join(_sections(kind, {topic: chosen})).strip("\n")
     own = {name: g for name, g in groups.items() if not set(g[1]) <= declared(Args).keys()}
-    common = [
-        n for n in flags if flags[n].common and (script is None or script in flags[n].scripts)
-    ]
+    common = [name for name in shown if flags[name].common]
     lines = [*head, *_sections(kind, own or {"common": ("Common flags", common)})]
     names = ", ".join(name for name in groups if name not in own)
     more = f"More flags: --help all, --help FLAG, or --help GROUP with one of {names}."
@@ -110,6 +109,6 @@ def _width() -> int:
 
 
 def _metavar(flag: Flag) -> str:
-    names = {int: "N", float: "X", str: "TEXT"}
-    options = [names.get(option, option) for option in flag.options if option is not NoneType]
+    names: dict[Any, Any] = {int: "N", float: "X", str: "TEXT"}
+    options = [names.get(o, o) for o in flag.options]
     return "|".join(options) + (" ..." if flag.many else "")

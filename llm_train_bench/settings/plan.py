@@ -21,6 +21,7 @@ from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import (
     NO_DDP,
+    NO_FP8,
     NO_FSDP,
     Batch,
     Ddp,
@@ -34,7 +35,7 @@ from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.hf_names import adapted_rows, hf_names
-from llm_train_bench.model.shapes import Lora
+from llm_train_bench.model.shapes import NO_LORA, Lora
 from llm_train_bench.model.shares import part_shape
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
@@ -231,17 +232,14 @@ def make_plan(
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
     attention, flex = resolve_attention(work, platform)
     linear = resolve_linear(work, args.linear, platform)
-    work = dataclasses.replace(work, attention=attention, linear=linear)
-    if args.lora_rank:
-        work = dataclasses.replace(work, lora=resolve_lora(args.part(LoraFlags), work))
+    lora = resolve_lora(args.part(LoraFlags), work) if args.lora_rank else NO_LORA
+    fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform) if args.use_fp8 else NO_FP8
+    work = dataclasses.replace(work, attention=attention, linear=linear, lora=lora, fp8=fp8)
     if work.balanced and work.batch.documents and work.by_tokens:
         raise UsageError(
             "--route balanced with --pack: cp ranks that gather keys have other tokens of each sample; "
             "use --route learned, or a --cp that divides the key/value heads"
         )
-    if args.use_fp8:
-        fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
-        work = dataclasses.replace(work, fp8=fp8)
     notes = ()
     if platform == "cpu" and work.amp in MULTIPLY and not cpu_multiplies(work.amp):
         use = "; use --amp auto" if asked == work.amp else ""

@@ -6,6 +6,7 @@ What depends on the model's sizes or the number of ranks is refused in settings/
 import dataclasses
 import os
 import re
+from collections.abc import Iterable
 from typing import get_args
 
 from llm_train_bench.base.errors import UsageError
@@ -133,9 +134,7 @@ CONTRADICTIONS = (
 
 def check(args: Args, script: Script) -> Args:
     """The arguments with `auto` resolved; UsageError in one line where a run could not use them."""
-    for name, flag in declared(Args).items():
-        if script not in flag.scripts and changed(args, [name]):
-            raise UsageError(foreign(name, script))
+    refuse_foreign(changed(args), script)
     if args.use_fp8:
         divided = _divided(args) or script is Script.PP
         backend, recipe = resolve_fp8(args.part(Fp8Flags), args.pt_compile, divided)
@@ -151,10 +150,13 @@ def broken_rule(args: Args, script: Script) -> str | None:
     return next((message for message, applies in rules if applies(args, script)), None)
 
 
-def foreign(name: str, script: Script) -> str:
-    """The message on a flag of other scripts."""
-    scripts = " or ".join(declared(Args)[name].scripts)
-    return f"{flag_of(name)} has no meaning for {script}; it is for {scripts}"
+def refuse_foreign(names: Iterable[str], script: Script) -> None:
+    """UsageError if one of these fields is a flag of other scripts."""
+    flags = declared(Args)
+    for name in names:
+        if name in flags and script not in flags[name].scripts:
+            scripts = " or ".join(flags[name].scripts)
+            raise UsageError(f"{flag_of(name)} has no meaning for {script}; it is for {scripts}")
 
 
 def resolve_fp8(args: Fp8Flags, compiled: bool, divided: bool) -> tuple[str, str]:

@@ -4,7 +4,6 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import yaml
@@ -177,7 +176,7 @@ def meant_value(name: str, value: Any, where: str) -> Any:
     flag = declared(Args)[name]
     if value is False and "off" in flag.options:
         return "off"
-    if value is None or (value == "none" and NoneType in flag.options):
+    if value is None or (value == "none" and flag.optional):
         return None  # `none` is what labels and tables write
     try:
         return flag.read(value)
@@ -205,7 +204,7 @@ def _can_be(name: str, value: Any) -> bool:
     """Whether this version has such a flag, and the flag such a value."""
     flag = declared(Args).get(name)
     if flag is None or value is None:
-        return flag is not None and NoneType in flag.options
+        return flag is not None and flag.optional
     try:
         return flag.read(value) == value
     except ValueError:
