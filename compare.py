@@ -86,7 +86,7 @@ class GateFlags:
 
     save: str | None = flag(None, metavar="FILE")
     baseline: str | None = flag(None, metavar="FILE")
-    tolerance: float = flag(0.05, at_least=0, below=1, metavar="PERCENT", needs="baseline")
+    tolerance: float = flag(0.05, at_least=0, at_most=0.99, metavar="PERCENT", needs="baseline")
     allow: tuple[Literal["new", "missing"], ...] = flag((), needs="baseline")
 
 

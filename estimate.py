@@ -33,14 +33,10 @@ from llm_train_bench.estimate.predict import (
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS
 from llm_train_bench.model.config import load_config
-from llm_train_bench.settings.command_line import (
-    parse_dataclass,
-    parse_words,
-    refuse_foreign,
-    with_file,
-)
-from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.command_line import parse_dataclass, parse_words, with_file
+from llm_train_bench.settings.flags import Script, given_fields
 from llm_train_bench.settings.plan import Plan
+from llm_train_bench.settings.rules import refuse_foreign
 
 
 @tool("estimate.py")
@@ -59,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--from: is for {file.script}; --gpus says how many run it")
     script = script_of(args.pp, wanted)
     if not wanted.plan:
-        refuse_foreign(words, script)
+        refuse_foreign(given_fields(words), script)
     if wanted.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., or cpu")
     if wanted.plan:
@@ -108,10 +104,10 @@ def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
     words, file = with_file(argv, None, EstimateArgs, "estimate.py")
     if file is None:
         return words, None
-    flags = {word.partition("=")[0].replace("_", "-") for word in argv}
-    if file.ranks and "--gpus" not in flags:
+    flags = given_fields(argv)
+    if file.ranks and "gpus" not in flags:
         words += ["--gpus", str(file.ranks)]
-    if file.script not in (None, Script.ONE) and "--parallel" not in flags:
+    if file.script not in (None, Script.ONE) and "parallel" not in flags:
         words += ["--parallel", file.script.name.lower()]
     return words, file
 

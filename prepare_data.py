@@ -47,7 +47,7 @@ class PrepareArgs:
     output_dir: str = flag("data", metavar="DIR")
     stdlib: bool = flag(False)
     tokenizer: str | None = flag(None, metavar="FILE")
-    val_fraction: float = flag(0.1, at_least=0, below=1)
+    val_fraction: float = flag(0.1, at_least=0, at_most=0.99)
 
 
 @tool("prepare_data.py")

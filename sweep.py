@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
 def experiment_of(args: SweepArgs) -> tuple[Experiment, str]:
     """The experiment that the arguments name or describe, and its name for messages."""
     if args.experiment:
-        if name := changed(args, ("set", "script", "repeats")):
+        for name in sorted({"set", "script", "repeats"} & set(changed(args))):
             raise UsageError(
                 f"{flag_of(name)}: the experiment file decides that; leave the flag out"
             )

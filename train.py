@@ -1,4 +1,9 @@
-"""Train a language model on one device and measure it."""
+"""Train a language model on one device and measure it.
+
+python train.py configs/llama-tiny.json --data data/mine/train.bin --n-steps 200
+python train.py configs/gpt2-125m.json --bsz 32 --pt-compile
+python train.py configs/llama-3.1-8b.json --layers 8 --bsz auto --pt-compile --use-fp8
+"""
 
 import sys
 

@@ -1,4 +1,9 @@
-"""Train with DistributedDataParallel; starts one process per GPU, or joins a launcher's."""
+"""Train with DistributedDataParallel; starts one process per GPU, or joins a launcher's.
+
+python train_ddp.py configs/gpt2-1.5b.json --bsz 8 --pt-compile
+python train_ddp.py configs/gpt2-1.5b.json --bsz 16 --use-fp8
+python train_ddp.py configs/gpt2-tiny.json --nproc 2 --device cpu
+"""
 
 import sys
 

@@ -1,4 +1,9 @@
-"""Train with FSDP2 (fully_shard) or HSDP; starts one process per GPU, or joins a launcher's."""
+"""Train with FSDP2 (fully_shard) or HSDP; starts one process per GPU, or joins a launcher's.
+
+python train_fsdp.py configs/llama-70b-proxy.json --sac-freq 1/4
+python train_fsdp.py configs/llama-3.1-70b.json --tp 8 --sac-freq 1/1 --pt-compile
+python train_fsdp.py configs/moe-tiny.json --ep 2 --nproc 2 --device cpu
+"""
 
 import sys
 

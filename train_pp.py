@@ -1,4 +1,9 @@
-"""Train with pipeline parallelism: each group of ranks has some layers, sharded by FSDP2 in it."""
+"""Train with pipeline parallelism: each group of ranks has some layers, sharded by FSDP2 in it.
+
+python train_pp.py configs/llama-70b-proxy.json --pp 4 --pt-compile
+python train_pp.py configs/llama-tiny.json --pp 2 --pp-virtual 2 --device cpu
+python train_pp.py configs/llama-tiny.json --pp 2 --tp 2 --nproc 4 --device cpu
+"""
 
 import sys
 

@@ -1,15 +1,63 @@
 """Write what code declares: the docs' tables (make docs)."""
 
+import collections
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from llm_train_bench.settings.rules import combinations_table
+from llm_train_bench.settings.flags import GRAPH_MODES, Args, Script
+from llm_train_bench.settings.rules import CONTRADICTIONS, FP8_RECIPES, TOGGLES, broken_rule
 
 DOCS = Path(__file__).parent
 COMBINATIONS = re.compile(r"<!-- combinations -->\n\n\|.*?\n\n(- .*\n)+", re.DOTALL)
+
+_GRAPHS = dict(pt_compile=True, compile_mode=GRAPH_MODES[0])
+_OP = dict(sac_freq="1/1", sac_policy="op")
+# The toggles, and the flags of each of their values. `graphs` are the compile modes that record CUDA
+# graphs; the layout is of `tokens` under --tp or --cp, of `experts` under --ep (with or without them).
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "entrypoint": {script: {} for script in Script},
+    "amp": {name: dict(amp=name) for name in ("off", "bf16", "fp16")},
+    "fp8": {"off": {}} | {name: dict(use_fp8=True, fp8_backend=name) for name in FP8_RECIPES},
+    "compile": {"off": {}, "on": dict(pt_compile=True), "graphs": _GRAPHS},
+    "sac": {"off": {}, "block": dict(sac_freq="1/1"), "op": _OP},
+    "layout": {"data": {}, "tokens": dict(tp=2), "experts": dict(ep=2)},
+}
+# One cell of the table of toggles.
+Combination = collections.namedtuple("Combination", AXES, defaults=["data"])
+
+
+def refusal(cell: Combination) -> str | None:
+    """The message of the rule that refuses a combination; None if it is supported."""
+    flags = collections.ChainMap(*(AXES[axis][value] for axis, value in cell._asdict().items()))
+    return broken_rule(Args(config="", **flags), cell.entrypoint)
+
+
+def combinations_table() -> str:
+    """The tables of docs/COMBINATIONS.md: the combinations that work, and all rules."""
+    columns = {"off": "eager", "on": "`--pt-compile`", "graphs": "with CUDA graphs"}
+    lines = [f"| | {' | '.join(columns.values())} |", "|---|---|---|---|"]
+    rows = [(amp, "off") for amp in AXES["amp"]] + [("bf16", fp8) for fp8 in ("te", "torchao")]
+    for amp, fp8 in rows:
+        name = f"`--amp {amp}`" if fp8 == "off" else f"`--use-fp8 --fp8-backend {fp8}`"
+        cells = [_cell(amp, fp8, compiled) for compiled in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"- {message}." for message, _ in (*TOGGLES, *CONTRADICTIONS))])
+
+
+def _cell(amp: str, fp8: str, compiled: str) -> str:
+    names = {3: "✓", 2: "✓ (not with `--sac-policy op`)", 1: "✓ (not with `--sac-freq`)", 0: "✗"}
+    parts: dict[str, list[str]] = {}
+    for script in Script:
+        cells = [Combination(script, amp, fp8, compiled, sac) for sac in AXES["sac"]]
+        works = sum(refusal(cell) is None for cell in cells)
+        parts.setdefault(names[works], []).append(f"`{script}`")
+    if len(parts) == 1:
+        return next(iter(parts))
+    return "; ".join(f"{what} in {', '.join(scripts)}" for what, scripts in parts.items())
 
 
 def with_tables(page: str) -> str:

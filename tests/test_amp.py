@@ -9,6 +9,7 @@ import pytest
 
 import doctor
 import estimate
+from docs.tables import AXES
 from llm_train_bench.base import machine
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
@@ -19,7 +20,7 @@ from llm_train_bench.run.checkpoint import lineage
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import resolve_amp
-from llm_train_bench.settings.rules import AXES, broken_rule
+from llm_train_bench.settings.rules import broken_rule
 from llm_train_bench.sweep.cell_runs import cell_key
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import differences, make_cells

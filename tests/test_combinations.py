@@ -5,14 +5,14 @@ import os
 
 import pytest
 
+from docs.tables import AXES, Combination, refusal
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.settings import rules
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import SHARDED
-from llm_train_bench.settings.rules import AXES, Combination, refusal
+from llm_train_bench.settings.rules import TOGGLES
 from tests.dist_worker import Job, run_jobs
 from tests.faults import steps_of
-from tests.helpers import INDUCTOR_LINKS, ROOT, facts_of, result_of
+from tests.helpers import INDUCTOR_LINKS, facts_of, result_of
 
 # The flags of layouts are of sharded models alone.
 EVERY = [Combination(*values) for values in itertools.product(*AXES.values())]
@@ -145,9 +145,4 @@ def test_the_short_form_has_every_pair_of_settings():
 def test_the_table_is_whole():
     assert len(ALL) == 648 and len(SUPPORTED) == 192
     refused = {refusal(c) for c in EVERY}
-    assert refused == {message for message, _ in rules.TOGGLES} | {None}
-
-
-def test_readme_shows_this_table():
-    text = (ROOT / "docs/COMBINATIONS.md").read_text(encoding="utf-8")
-    assert rules.combinations_table() in text
+    assert refused == {message for message, _ in TOGGLES} | {None}

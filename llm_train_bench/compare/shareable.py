@@ -15,8 +15,8 @@ from llm_train_bench.settings.flags import (
     OUTPUT,
     REMOVED,
     Args,
+    declared,
     defaults,
-    flag_words,
     of_kind,
     to_argv,
 )
@@ -70,8 +70,9 @@ def public_value(name: str, value: Any) -> Any:
     if name == "lora_targets":  # names of layers
         plain += r"|[a-z_,]{1,60}"
     former = {REMOVED.get(name), *FORMER_VALUES.get(name, ())}
-    known = text in flag_words(name) or text in former
-    return text if known or re.fullmatch(plain, text, re.ASCII) else digest(text)
+    flag = declared(Args).get(name)
+    words = [*former, *(flag.options if flag else ())]
+    return text if text in words or re.fullmatch(plain, text, re.ASCII) else digest(text)
 
 
 def digest(text: str) -> str:

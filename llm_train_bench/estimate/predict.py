@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from llm_train_bench.base.hardware import (
     threads_of,
 )
 from llm_train_bench.base.machine import cpu_name
+from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.flops import step_flops_per_token
@@ -32,9 +33,10 @@ from llm_train_bench.formulas.memory_model import (
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
-from llm_train_bench.settings.flags import Args, Script, flag, key_values, to_argv
+from llm_train_bench.settings.command_line import parse_args, parse_dataclass
+from llm_train_bench.settings.flags import Args, Script, flag, given_fields, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
+from llm_train_bench.settings.rules import refuse_foreign
 
 BYTES_PER_GIB = 2**30
 # Power of a busy GPU against its limit.
@@ -85,13 +87,29 @@ def device_of(name: str, wanted: EstimateFlags) -> Hardware:
         gpu = find_cpu(cpu_name(), wanted.gpus) if cpu else find_hardware(name)
     except UsageError as error:
         raise UsageError(f"--gpu {error}") from None
-    limits = key_values("--limit", wanted.limit, {"memory": float, "nic": float})
+    limits = limits_of(wanted.limit)
     return dataclasses.replace(
         gpu,
         memory_gib=limits.get("memory", gpu.memory_gib),
         nic_gb_per_s=limits.get("nic", gpu.nic_gb_per_s),
         per_node=wanted.per_node or gpu.per_node,
     )
+
+
+def limits_of(texts: Iterable[str]) -> dict[str, float]:
+    """--limit by its keys; UsageError for an unknown one, or what is no number above 0."""
+    limits = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if key not in ("memory", "nic"):
+            raise UsageError(f"--limit {text}: must be memory=GIB or nic=GB/s")
+        try:
+            limits[key] = parse_number(value, float)
+        except ValueError:
+            raise UsageError(f"--limit {text}: {value} is no number") from None
+        if not 0 < limits[key] < math.inf:
+            raise UsageError(f"--limit {text}: must be above 0")
+    return limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +213,7 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     args = parse_dataclass(EstimateArgs, words, "estimate_step")
     wanted = args.part(EstimateFlags)
     script = script_of(args.pp, wanted)
-    refuse_foreign(words, script)
+    refuse_foreign(given_fields(words), script)
     device = device_of(gpu, wanted)
     has = {"memory_gib": device.memory_gib, "native_amp": device.native_amp}
     plan = plan_by(wanted.trainer, args, script, wanted.gpus, device.platform, **has)

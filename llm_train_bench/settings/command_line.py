@@ -5,12 +5,11 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.machine import version_text
-from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.model.json_keys import shipped_config
 from llm_train_bench.settings.flags import (
     Args,
@@ -19,13 +18,20 @@ from llm_train_bench.settings.flags import (
     check_bounds,
     declared,
     defaults,
+    field_of,
     flag_of,
-    kinds_of_value,
+    given_fields,
     to_argv,
 )
 from llm_train_bench.settings.help_text import help_text
-from llm_train_bench.settings.other_names import in_our_words, replacement, right_value, surprises
-from llm_train_bench.settings.rules import check, foreign
+from llm_train_bench.settings.other_names import (
+    in_our_words,
+    no_such_flag,
+    replacement,
+    right_value,
+    surprises,
+)
+from llm_train_bench.settings.rules import check, refuse_foreign
 
 Parsed = TypeVar("Parsed")
 
@@ -33,9 +39,9 @@ Parsed = TypeVar("Parsed")
 def parse_args(argv: Sequence[str], script: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
     script = Script(script)
-    words = with_file(argv, script)[0]
+    words = with_file(argv, script, Args, script)[0]
     args = parse_dataclass(Args, words, script, script)
-    if script is Script.PP and args.grad_acc_steps == 1 and "--grad-acc-steps" in map(_name, words):
+    if script is Script.PP and args.grad_acc_steps == 1 and "grad_acc_steps" in given_fields(words):
         raise UsageError(
             "--grad-acc-steps 1: a pipeline needs as many micro batches as stages, or more; leave it out "
             "for 2 x --pp"
@@ -44,19 +50,19 @@ def parse_args(argv: Sequence[str], script: str) -> Args:
 
 
 def with_file(
-    argv: Sequence[str], script: Script | None, kind: type = Args, prog: str = ""
+    argv: Sequence[str], script: Script | None, kind: type, prog: str
 ) -> tuple[list[str], Any]:
     """A command line in our words, with `--from FILE` replaced by what the file holds; and that.
 
     Flags and a config on the command line override the file's. None without --from.
     """
     argv = in_our_words(argv)
-    if asked_for(argv) or not any(_name(word) == "--from" for word in argv):
+    if asked_for(argv) or "from" not in given_fields(argv):
         return argv, None
     from llm_train_bench.settings.run_file import split_from  # needs YAML
 
     words, file = split_from(argv, script)
-    if "config" not in parse_words(kind, words, prog or str(script)):
+    if "config" not in parse_words(kind, words, prog):
         if file.config is None:
             raise UsageError("--from: its file names no config; give the model's config")
         words = [file.config, *words]
@@ -76,23 +82,10 @@ def asked_for(argv: Sequence[str]) -> tuple[str, str] | None:
 
 def remarks_on(argv: Sequence[str]) -> list[str]:
     """A line on each flag that is given twice, and on others' flags whose meaning may surprise."""
-    counts = collections.Counter(_name(w) for w in in_our_words(argv) if w.startswith("--"))
-    twice = [f"{flag} is given twice; the last one counts" for flag, n in counts.items() if n > 1]
+    counts = collections.Counter(given_fields(in_our_words(argv)))
+    given_twice = [flag_of(name) for name, n in counts.items() if n > 1]
+    twice = [f"{flag} is given twice; the last one counts" for flag in given_twice]
     return [*twice, *surprises(argv)]
-
-
-def refuse_foreign(argv: Sequence[str], script: Script) -> None:
-    """UsageError for a flag of other scripts, also where its value is the default."""
-    flags = declared(Args)
-    for word in argv:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in flags and script not in flags[name].scripts:
-            raise UsageError(foreign(name, script))
-
-
-def _name(word: str) -> str:
-    """A flag without its value, as --help spells it."""
-    return word.partition("=")[0].replace("_", "-")
 
 
 def parse_dataclass(
@@ -109,7 +102,7 @@ def parse_dataclass(
             print(text)
         raise SystemExit(0)
     if script:
-        refuse_foreign(argv, script)
+        refuse_foreign(given_fields(argv), script)  # also with their default values
     values, flags = parse_words(kind, argv, prog), declared(kind)
     for name, flag in flags.items():
         if defaults(kind)[name] is dataclasses.MISSING and name not in values:
@@ -126,100 +119,80 @@ def parse_dataclass(
 
 def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
     """The values of the flags on a command line by name; UsageError for what cannot be parsed."""
-    words, hints, flags = list(argv), get_type_hints(kind), declared(kind)
+    flags, words = declared(kind), list(argv)
     values: dict[str, Any] = {}
     places = [name for name, flag in flags.items() if flag.positional]
-    lists = {name for name, hint in hints.items() if get_origin(hint) is tuple}
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             if not word:
                 raise UsageError("an argument: is empty; was a variable of the shell not set?")
-            place = next((n for n in places if n in lists or n not in values), None)
+            place = next((n for n in places if flags[n].many or n not in values), None)
             if place is None or word[0] == "-":
                 raise UsageError(f"{word}: unexpected argument; see {prog} --help")
-            values[place] = (*values.get(place, ()), word) if place in lists else word
+            values[place] = (*values.get(place, ()), word) if flags[place].many else word
             continue
-        flag, equals, inline = word.partition("=")
-        flag = flag.replace("_", "-")
-        name = flag.removeprefix("--").replace("-", "_")
-        following = [inline] if equals else words[:1]
-        if name not in flags or flags[name].positional:
-            raise _unknown(flag, following, flags, prog)
-        if name in lists and name in values:
-            raise UsageError(f"{flag}: is given twice; give all values after one {flag}")
-        if hints[name] is bool:
-            if equals or {*map(str.lower, following)} & {"true", "false", "yes", "no", "1", "0"}:
-                raise UsageError(f"{flag}: takes no value; leave out {equals}{following[0]}")
+        _, equals, inline = word.partition("=")
+        name = field_of(word)
+        texts = [inline]
+        if not equals:
+            texts = list(itertools.takewhile(lambda text: not text.startswith("--"), words))
+        flag = flags.get(name)
+        if flag is None or flag.positional:
+            raise _unknown(word, texts, flags, prog)
+        if flag.annotation is bool:
+            if equals or (texts and texts[0].lower() in ("true", "false", "yes", "no", "1", "0")):
+                raise UsageError(f"{flag_of(name)}: takes no value; leave out {equals}{texts[0]}")
             values[name] = True
             continue
-        texts = [inline] if equals else []
-        while (
-            not equals and words and not words[0].startswith("--") and (name in lists or not texts)
-        ):
-            texts.append(words.pop(0))
+        if flag.many and name in values:
+            raise UsageError(
+                f"{flag_of(name)}: is given twice; give all values after one {flag_of(name)}"
+            )
+        if not flag.many:
+            texts = texts[:1]
+        if not equals:
+            del words[: len(texts)]
         if "" in texts:
-            raise UsageError(f"{flag}: is empty; was a variable of the shell not set?")
+            raise UsageError(f"{flag_of(name)}: is empty; was a variable of the shell not set?")
         if not texts:
-            raise UsageError(f"{flag}: needs a value: {allowed(hints[name])}")
-        parsed = [_value(flag, text, hints[name], flags[name]) for text in texts]
-        values[name] = tuple(parsed) if name in lists else parsed[0]
+            raise UsageError(f"{flag_of(name)}: needs a value: {allowed(flag)}")
+        parsed = tuple(_value(flag_of(name), flag, text) for text in texts)
+        values[name] = parsed if flag.many else parsed[0]
     return values
 
 
-def _unknown(
-    flag: str, following: Sequence[str], flags: Mapping[str, Flag], prog: str
-) -> UsageError:
-    """What to say of a flag that `prog` does not have, and of the word after it."""
-    instead = replacement(flag, prog)
-    known = [
-        flag_of(n)[2:] for n, f in flags.items() if prog not in set(Script) or prog in f.scripts
-    ]
-    if (last := flag.rpartition(".")[2]) in known:
-        instead = f"--{last}"
-    ours = (instead or flag).split()[0].strip(",:").removeprefix("--")
-    field = ours.replace("-", "_")
+def _unknown(word: str, texts: Sequence[str], flags: Mapping[str, Flag], prog: str) -> UsageError:
+    """What to say of a flag that `prog` does not have, and of the words after it."""
+    written = flag_of(field_of(word))
+    own = [n for n, f in flags.items() if prog not in set(Script) or prog in f.scripts]
+    section, _, last = field_of(word).rpartition(".")
+    if section and last in own:  # as in --training.seq-len
+        return UsageError(f"{written}: no such flag; use {flag_of(last)}")
+    ours = (replacement(word, prog) or written).split()[0].strip(",:")
+    field = field_of(ours)
     if field in declared(Args) and field not in flags:
-        value = next((word for word in following if not word.startswith("-")), "VALUE")
-        use = f"use --set {ours}={value}" if "set" in known else "it is a flag of train.py"
-        return UsageError(f"{flag}: no such flag of {prog}; {use}")
-    if instead:
-        use = "use " if instead.startswith("--") else ""
-        return UsageError(f"{flag}: no such flag here; {use}{instead}")
-    cutoff = 0.75 if len(flag) > 6 else 0.6  # of three letters, two may be swapped
-    longer = next(
-        (f"; did you mean --{word}?" for word in known if word.startswith(f"{flag[2:]}-")), ""
-    )
-    near = longer or did_you_mean(flag[2:].lower(), known, cutoff, "--")
-    return UsageError(f"{flag}: unknown flag{near or f'; see {prog} --help'}")
+        value = texts[0] if texts and not texts[0].startswith("-") else "VALUE"
+        use = f"use --set {ours[2:]}={value}" if "set" in flags else "it is a flag of train.py"
+        return UsageError(f"{written}: no such flag of {prog}; {use}")
+    hint = no_such_flag(word, own, prog)
+    return UsageError(f"{written}: {hint}" + ("" if ";" in hint else f"; see {prog} --help"))
 
 
-def allowed(hint: Any) -> str:
+def allowed(flag: Flag) -> str:
     """The values that a flag takes, in words."""
-    names = {int: "a whole number", float: "a number", str: "text"}
-    words = []
-    for option in kinds_of_value(hint):
-        words += get_args(option) if get_origin(option) is Literal else [names[option]]
-    return _either(words)
+    names: dict[Any, Any] = {int: "a whole number", float: "a number", str: "text"}
+    *words, last = (names.get(o, o) for o in flag.options)
+    return f"{', '.join(words)} or {last}" if words else last
 
 
-def _either(words: Iterable[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _value(flag: str, text: str, hint: Any, about: Flag) -> Any:
+def _value(written: str, flag: Flag, text: str) -> Any:
     """A flag's value of its text; UsageError with the values that are allowed."""
-    for option in kinds_of_value(hint):
-        if get_origin(option) is Literal:
-            if text in get_args(option):
-                return text
-        elif option is str:
-            return text
-        else:
-            with contextlib.suppress(ValueError):
-                return parse_number(text, option, about.thousand, about.metavar == "PERCENT")
-    if right := right_value(flag, text):
-        raise UsageError(f"{flag} {text}: no such value; use {right}")
-    words = [w for o in kinds_of_value(hint) if get_origin(o) is Literal for w in get_args(o)]
-    raise UsageError(f"{flag} {text}: must be {allowed(hint)}{did_you_mean(text.lower(), words)}")
+    try:
+        return flag.parse(text)
+    except ValueError:
+        pass
+    if right := right_value(written, text):
+        raise UsageError(f"{written} {text}: no such value; use {right}")
+    near = did_you_mean(text.lower(), [word for word in flag.options if isinstance(word, str)])
+    raise UsageError(f"{written} {text}: must be {allowed(flag)}{near}")

@@ -10,9 +10,9 @@ import functools
 import inspect
 import math
 import re
-import types
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.number_text import parse_number
@@ -43,7 +43,7 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag's declaration, besides name, type and default.
+    """A flag's declaration, besides name and default.
 
     Values outside the bounds are refused; `needs` names the flag without which this one has no meaning.
     """
@@ -53,7 +53,6 @@ class Flag:
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
-    below: float | None = None
     needs: str | None = None
     headline: bool = False  # shown beside a run even at its default
     usual: Any = None  # in results, in place of a default that each run resolves
@@ -61,6 +60,47 @@ class Flag:
     positional: bool = False  # stands on the command line without a flag
     common: bool = False  # shown by --help, and in the README
     thousand: int = 1000  # what k stands for
+    annotation: Any = None  # the field's, which `declared` enters
+
+    @property
+    def many(self) -> bool:
+        """Whether the flag takes several values."""
+        return get_origin(self.annotation) is tuple
+
+    @property
+    def optional(self) -> bool:
+        """Whether the flag may have no value."""
+        return NoneType in get_args(self.annotation)
+
+    @property
+    def options(self) -> list[Any]:
+        """The words and the types of a value."""
+        hint = get_args(self.annotation)[0] if self.many else self.annotation
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        options = [option for part in parts for option in get_args(part) or (part,)]
+        return [option for option in options if option is not NoneType]
+
+    def parse(self, text: str) -> Any:
+        """The value that a text stands for; ValueError if it is none of the flag's."""
+        options = self.options
+        if text in options or str in options:
+            return text
+        if bool in options and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if int not in options and float not in options:
+            raise ValueError(f"{text!r} is none of {options}")
+        number = int if int in options else float
+        return parse_number(text, number, self.thousand, self.metavar == "PERCENT")
+
+    def read(self, value: Any) -> Any:
+        """A value of a file in the flag's type: a number may be quoted. ValueError as for a text."""
+        if isinstance(value, list | tuple) and self.many:
+            return tuple(map(self.read, value))
+        if isinstance(value, bool) and bool in self.options:
+            return value
+        if isinstance(value, bool | list | tuple | dict):
+            raise ValueError(f"{value!r} is none of {self.options}")
+        return self.parse(str(value))
 
 
 def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
@@ -418,9 +458,11 @@ class Args(  # dataclasses take fields from the last base first
         return group(**{name: getattr(self, name) for name in inspect.get_annotations(group)})
 
 
-def declared(kind: Any) -> dict[str, Flag]:
-    """The declarations of a dataclass's flags (or of an object's) by name."""
-    return {f.name: f.metadata["flag"] for f in dataclasses.fields(kind)}
+@functools.cache
+def declared(kind: type) -> dict[str, Flag]:
+    """The declarations of a dataclass's flags by name."""
+    fields = dataclasses.fields(kind)
+    return {f.name: dataclasses.replace(f.metadata["flag"], annotation=f.type) for f in fields}
 
 
 def help_texts(kind: type) -> dict[str, str]:
@@ -432,14 +474,6 @@ def help_texts(kind: type) -> dict[str, str]:
         )
         texts |= {name: " ".join(text.split()) for name, text in paragraphs}
     return texts
-
-
-def kinds_of_value(hint: Any) -> list[Any]:
-    """The types that a flag's value may have."""
-    if get_origin(hint) is tuple:
-        hint = get_args(hint)[0]
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return [part for part in parts if part is not type(None)]
 
 
 def defaults(kind: Any) -> dict[str, Any]:
@@ -509,15 +543,6 @@ def without_meaning(flags: Mapping[str, Any]) -> set[str]:
     return {name for name, other in needed.items() if not flags.get(other)}
 
 
-@functools.cache
-def flag_words(name: str) -> frozenset[str]:
-    """The words that a flag takes; none for an unknown flag."""
-    if name not in declared(Args):
-        return frozenset()
-    kinds = kinds_of_value(get_type_hints(Args)[name])
-    return frozenset(choice for kind in kinds for choice in get_args(kind))
-
-
 # Flags that a sweep may set: it chooses model and place itself.
 SETTABLE = declared(Args).keys() - {"config", "output_dir", "run_name"}
 
@@ -534,15 +559,24 @@ def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     return [n for n in names if left[n] != right[n]]
 
 
-def changed(args: Any, names: Iterable[str]) -> str | None:
-    """The first of these flags that is not at its default."""
-    default = type(args)  # a dataclass has its defaults as attributes
-    return next((n for n in names if getattr(args, n) != getattr(default, n)), None)
+def changed(args: Any) -> list[str]:
+    """The flags that are not at their defaults."""
+    return [n for n, default in defaults(type(args)).items() if getattr(args, n) != default]
 
 
 def flag_of(name: str) -> str:
     """A field as it is written on the command line."""
     return f"--{name.replace('_', '-')}"
+
+
+def field_of(word: str) -> str:
+    """A word of the command line as a field: seq_len for --seq-len=4096."""
+    return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def given_fields(argv: Iterable[str]) -> list[str]:
+    """The flags of a command line, as fields."""
+    return [field_of(word) for word in argv if word.startswith("--")]
 
 
 def to_argv(flags: Mapping[str, Any]) -> list[str]:
@@ -559,32 +593,14 @@ def to_argv(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def key_values(flag: str, texts: Iterable[str], known: Mapping[str, type]) -> dict[str, Any]:
-    """Values given as KEY=VALUE; UsageError for an unknown key, or what is no number above 0."""
-    values = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or key not in known:
-            raise UsageError(f"{flag} {text}: must be KEY=VALUE with one of {', '.join(known)}")
-        if not value:
-            raise UsageError(f"{flag} {text}: is empty")
-        try:
-            values[key] = value if known[key] is str else parse_number(value, known[key])
-        except ValueError:
-            raise UsageError(f"{flag} {text}: {value} is no number") from None
-        if not isinstance(values[key], str) and not 0 < values[key] < math.inf:
-            raise UsageError(f"{flag} {text}: must be above 0")
-    return values
-
-
 def check_bounds(args: Any, given: Collection[str] = ()) -> None:
     """UsageError for a flag outside its declared bounds, or without the flag that it needs.
 
     A flag in `given` needs that other flag also at its default.
     """
-    for name, flag in declared(args).items():
-        has_meaning = not flag.needs or getattr(args, flag.needs)
-        if flag.needs and not has_meaning and (name in given or changed(args, [name])):
+    asked = {*changed(args), *given}
+    for name, flag in declared(type(args)).items():
+        if flag.needs and not getattr(args, flag.needs) and name in asked:
             raise UsageError(f"{flag_of(name)} needs {flag_of(flag.needs)}")
         value = getattr(args, name)
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -595,28 +611,11 @@ def check_bounds(args: Any, given: Collection[str] = ()) -> None:
 
 def _outside(flag: Flag, value: float) -> str | None:
     """The bound that a value breaks, in words; None where it breaks none."""
-    if flag.below is not None and not (flag.at_least or 0) <= value < flag.below:
-        return f"from {flag.at_least or 0:g} to below {flag.below:g}"
-    if flag.above is not None and not flag.above < value < float("inf"):
-        return f"above {flag.above:g} and finite"
-    if flag.at_least is not None and not flag.at_least <= value < float("inf"):
-        return f"at least {flag.at_least:g}" + " and finite" * (not math.isfinite(value))
+    if not math.isfinite(value):
+        return "finite"
+    if flag.above is not None and value <= flag.above:
+        return f"above {flag.above:g}"
+    if flag.at_least is not None and value < flag.at_least:
+        return f"at least {flag.at_least:g}"
     most = LARGEST if flag.at_most is None and isinstance(value, int) else flag.at_most
     return f"at most {most}" if most is not None and value > most else None
-
-
-def parse_sac_freq(text: str) -> tuple[int, int]:
-    """ "q/p" as two whole numbers, 0 < q <= p; UsageError with the reason."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match:
-        raise UsageError(
-            f"--sac-freq {text}: must be two whole numbers q/p, as in 1/4: q of every p blocks"
-        )
-    q, p = int(match[1]), int(match[2])
-    if p == 0:
-        raise UsageError(f"--sac-freq {text}: cannot choose among 0 blocks; p must be at least 1")
-    if not 0 < q <= p:
-        raise UsageError(
-            f"--sac-freq {text}: q must be from 1 to p = {p}; leave the flag out for none"
-        )
-    return q, p

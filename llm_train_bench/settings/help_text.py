@@ -3,47 +3,26 @@
 import ast
 import dataclasses
 import inspect
+import re
 import shutil
 import textwrap
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from llm_train_bench.base.start import ROOT
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.settings.flags import (
     Args,
+    Flag,
     Script,
     declared,
     defaults,
     flag_of,
     help_texts,
-    kinds_of_value,
 )
 
 # Lines of a screen, and its columns if the terminal has more.
 ROWS, COLUMNS = 60, 100
-EXAMPLES = {
-    "train.py": (
-        "train.py configs/llama-tiny.json --data data/mine/train.bin --n-steps 200",
-        "train.py configs/gpt2-125m.json --bsz 32 --pt-compile",
-        "train.py configs/llama-3.1-8b.json --layers 8 --bsz auto --pt-compile --use-fp8",
-    ),
-    "train_ddp.py": (
-        "train_ddp.py configs/gpt2-1.5b.json --bsz 8 --pt-compile",
-        "train_ddp.py configs/gpt2-1.5b.json --bsz 16 --use-fp8",
-        "train_ddp.py configs/gpt2-tiny.json --nproc 2 --device cpu",
-    ),
-    "train_fsdp.py": (
-        "train_fsdp.py configs/llama-70b-proxy.json --sac-freq 1/4",
-        "train_fsdp.py configs/llama-3.1-70b.json --tp 8 --sac-freq 1/1 --pt-compile",
-        "train_fsdp.py configs/moe-tiny.json --ep 2 --nproc 2 --device cpu",
-    ),
-    "train_pp.py": (
-        "train_pp.py configs/llama-70b-proxy.json --pp 4 --pt-compile",
-        "train_pp.py configs/llama-tiny.json --pp 2 --pp-virtual 2 --device cpu",
-        "train_pp.py configs/llama-tiny.json --pp 2 --tp 2 --nproc 4 --device cpu",
-    ),
-}
 
 
 def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> str:
@@ -53,6 +32,7 @@ def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> 
     the groups. UsageError for an unknown topic.
     """
     flags, groups = declared(kind), _groups(kind, script)
+    shown = [name for _, names in groups.values() for name in names]
     places = [str(flags[n].metavar) for n in flags if flags[n].positional]
     head = [f"usage: {' '.join([prog, *places])} [flags]", "", *_summary(kind, prog)]
     everything = [*head, *_sections(kind, groups)]
@@ -60,7 +40,7 @@ def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> 
         return "\n".join(everything)
     if topic:
         topic = "config" if topic == "from" else topic  # whose help has it
-        known = [*groups, *(flag_of(n)[2:] for names in groups.values() for n in names[1])]
+        known = [*groups, *(flag_of(name)[2:] for name in shown)]
         if topic not in known:
             near = did_you_mean(topic, known)
             raise UsageError(
@@ -69,9 +49,7 @@ def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> 
         chosen = groups.get(topic) or ("", [topic.replace("-", "_")])
         return "\n".join(_sections(kind, {topic: chosen})).strip("\n")
     own = {name: g for name, g in groups.items() if not set(g[1]) <= declared(Args).keys()}
-    common = [
-        n for n in flags if flags[n].common and (script is None or script in flags[n].scripts)
-    ]
+    common = [name for name in shown if flags[name].common]
     lines = [*head, *_sections(kind, own or {"common": ("Common flags", common)})]
     names = ", ".join(name for name in groups if name not in own)
     more = f"More flags: --help all, --help FLAG, or --help GROUP with one of {names}."
@@ -96,28 +74,26 @@ def _groups(kind: type, script: Script | None) -> dict[str, tuple[str, list[str]
 
 
 def _summary(kind: type, prog: str) -> list[str]:
-    """What a script does, and three examples: of a tool, those of its docstring."""
-    path, examples = ROOT / prog, EXAMPLES.get(prog, ())
-    if not examples and path.exists():
+    """What a script does, and the first three examples of its docstring."""
+    path, examples = ROOT / prog, []
+    if path.exists():
         text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-        lines = [line.strip() for line in text.splitlines()]
-        examples = [line.removeprefix("python ") for line in lines if line.startswith("python ")]
+        examples = re.findall(r"^ *(python .+)", text, re.MULTILINE)[:3]
     summary = (inspect.getdoc(kind) or "").split("\n\n")[0]
-    shown = [f"  python {example}" for example in examples[:3]]
-    return [summary, "", *shown] if shown else [summary]
+    return [summary, *([""] if examples else []), *(f"  {example}" for example in examples)]
 
 
 def _sections(kind: type, groups: dict[str, tuple[str, list[str]]]) -> list[str]:
     """Groups as lines: a title, then flags with their values, help and defaults."""
-    flags, hints = declared(kind), get_type_hints(kind)
-    default, texts = defaults(kind), help_texts(kind)
+    flags, default, texts = declared(kind), defaults(kind), help_texts(kind)
     lines: list[str] = []
     for title, names in groups.values():
         lines += ["", f"{title}:"] if title else []
         for n in names:
-            value = "" if hints[n] is bool else f" {flags[n].metavar or _metavar(hints[n])}"
+            is_switch = flags[n].annotation is bool
+            value = "" if is_switch else f" {flags[n].metavar or _metavar(flags[n])}"
             left = f"  {value.strip() if flags[n].positional else flag_of(n) + value}"
-            quiet = hints[n] is bool or default[n] in (None, (), "", dataclasses.MISSING)
+            quiet = is_switch or default[n] in (None, (), "", dataclasses.MISSING)
             shown = f"{default[n]:.0%}" if flags[n].metavar == "PERCENT" else default[n]
             text = texts[n] if quiet else f"{texts[n]} (default: {shown})"
             if len(left) > 28:
@@ -132,8 +108,7 @@ def _width() -> int:
     return min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
 
 
-def _metavar(hint: Any) -> str:
-    names = {int: "N", float: "X", str: "TEXT"}
-    parts = kinds_of_value(hint)
-    word = "|".join("|".join(get_args(p)) if get_origin(p) is Literal else names[p] for p in parts)
-    return f"{word} ..." if get_origin(hint) is tuple else word
+def _metavar(flag: Flag) -> str:
+    names: dict[Any, Any] = {int: "N", float: "X", str: "TEXT"}
+    options = [names.get(o, o) for o in flag.options]
+    return "|".join(options) + (" ..." if flag.many else "")

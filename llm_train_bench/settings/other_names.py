@@ -2,10 +2,11 @@
 
 import functools
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from llm_train_bench.settings.flags import REMOVED
+from llm_train_bench.base.errors import did_you_mean
+from llm_train_bench.settings.flags import REMOVED, Script
 
 Table = dict[str, str]
 
@@ -57,6 +58,18 @@ def replacement(flag: str, prog: str) -> str | None:
     if answer is None and whole.replace("-", "_") in REMOVED:
         return "it is gone, and CHANGELOG.md says what to do instead"
     return answer
+
+
+def no_such_flag(flag: str, known: Iterable[str], prog: str = Script.ONE) -> str:
+    """What to say of a flag that is not among the `known` fields: ours, or a near one."""
+    if instead := replacement(flag, prog):
+        use = "use " if instead.startswith("--") else ""
+        return f"no such flag; {use}{instead}"
+    word, words = _plain(flag), [_plain(name) for name in known]
+    if longer := next((other for other in words if other.startswith(f"{word}-")), None):
+        return f"no such flag; did you mean --{longer}?"
+    cutoff = 0.75 if len(word) > 4 else 0.6  # of three letters, two may be swapped
+    return f"no such flag{did_you_mean(word.lower(), words, cutoff, '--')}"
 
 
 def right_value(flag: str, text: str) -> str | None:

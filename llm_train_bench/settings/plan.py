@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,23 @@ from llm_train_bench.base.machine import MULTIPLY, SLOW_FORMAT, Platform, cpu_mu
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
-from llm_train_bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work, alike
+from llm_train_bench.formulas.work import (
+    NO_DDP,
+    NO_FP8,
+    NO_FSDP,
+    Batch,
+    Ddp,
+    Fp8Work,
+    Fsdp,
+    Recompute,
+    Work,
+    alike,
+)
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.hf_names import adapted_rows, hf_names
-from llm_train_bench.model.shapes import Lora
+from llm_train_bench.model.shapes import NO_LORA, Lora
 from llm_train_bench.model.shares import part_shape
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
@@ -33,7 +45,6 @@ from llm_train_bench.settings.flags import (
     BatchFlags,
     DataFlags,
     Fp8Flags,
-    FsdpFlags,
     LoraFlags,
     OptimizerFlags,
     OutputFlags,
@@ -42,7 +53,6 @@ from llm_train_bench.settings.flags import (
     RankFlags,
     SaveFlags,
     Script,
-    parse_sac_freq,
 )
 from llm_train_bench.settings.rules import broken_rule
 
@@ -92,8 +102,8 @@ class Schedule:
     @property
     def profiled(self) -> range:
         """The steps in which a profiler is on, warming up or capturing."""
-        first = self.captured.start - (PROFILER_WARMUP if self.profiler == "torch" else 0)
-        return range(max(0, first), self.captured.stop)
+        warmup = PROFILER_WARMUP if self.profiler == "torch" else 0
+        return range(self.captured.start - warmup, self.captured.stop)
 
     @property
     def captures_in_window(self) -> bool:
@@ -181,60 +191,49 @@ def make_plan(
     schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags), platform)
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
-    if schedule.profiler == "nsys" and platform == "cpu":
-        raise UsageError("--nsys-start: Nsight Systems profiles GPUs; use --profile on a CPU")
     seq_len = resolve_seq_len(args.seq_len, config)
-    batch, ranks = args.part(BatchFlags), world
-    layout: dict[str, Any] = {}
+    fsdp, ddp, ranks = NO_FSDP, NO_DDP, world
     if script in SHARDED:
-        if args.cpu_offload and platform == "cpu":
+        fsdp = resolve_layout(args, script, config, seq_len, world)
+        ranks = fsdp.ranks // (fsdp.tp * fsdp.cp)
+        if fsdp.cpu_offload and platform == "cpu":
             raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
-        stages = (args.pp or USUAL_STAGES, args.pp_virtual) if script is Script.PP else (1, 1)
-        fsdp = resolve_layout(args.part(FsdpFlags), *stages, config, seq_len, world)
-        fsdp = dataclasses.replace(fsdp, layers=args.pp_layers)
-        if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
-            # One would leave ranks idle.
-            batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)
-        layout, ranks = {"fsdp": fsdp}, fsdp.ranks // (fsdp.tp * fsdp.cp)
     elif script is Script.DDP:
         reduced = "bf16" if args.bf16_weights else args.reduce_dtype
-        layout["ddp"] = Ddp(args.bucket_cap_mb, reduced, args.zero1)
-    resolved = resolve_batch(batch, seq_len, ranks)
-    if args.reduce_last and resolved.grad_acc_steps == 1:
+        ddp = Ddp(args.bucket_cap_mb, reduced, args.zero1)
+    batch = resolve_batch(args.part(BatchFlags), seq_len, ranks, fsdp.pp)
+    if args.reduce_last and batch.grad_acc_steps == 1:
         raise UsageError(
             "--reduce-last: a step has one micro batch; raise --grad-acc-steps, or leave it out"
         )
     if script is Script.PP:
-        check_pipeline(layout["fsdp"], config, resolved, args.global_bsz)
+        check_pipeline(fsdp, config, batch, args.global_bsz)
     packing = None
     if args.pack:
         more = args.pack_lengths, args.pack_separator
         packing = make_packing(args.data, args.data_dtype, seq_len, args.seed, *more)
-        size = resolved.global_batch
+        size = batch.global_batch
         measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
-        resolved = dataclasses.replace(resolved, documents=count_lengths(packing, measured))
+        batch = dataclasses.replace(batch, documents=count_lengths(packing, measured))
     flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "bf16_weights")
     same = {name: getattr(args, name) for name in flags}
     work = Work(
-        config, resolved, world, **same, **layout, balanced=args.route == "balanced",
+        config, batch, world, **same, ddp=ddp, fsdp=fsdp, balanced=args.route == "balanced",
         offload=args.offload_activations,
         chunk_elements=chunk_elements(None if platform == "cpu" else memory_gib),
         compile_mode=args.compile_mode if args.pt_compile else None,
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
-    flex = resolve_flex(work, platform)
+    attention, flex = resolve_attention(work, platform)
     linear = resolve_linear(work, args.linear, platform)
-    work = dataclasses.replace(work, attention=resolve_attention(work, platform), linear=linear)
-    if args.lora_rank:
-        work = dataclasses.replace(work, lora=resolve_lora(args.part(LoraFlags), work))
+    lora = resolve_lora(args.part(LoraFlags), work) if args.lora_rank else NO_LORA
+    fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform) if args.use_fp8 else NO_FP8
+    work = dataclasses.replace(work, attention=attention, linear=linear, lora=lora, fp8=fp8)
     if work.balanced and work.batch.documents and work.by_tokens:
         raise UsageError(
             "--route balanced with --pack: cp ranks that gather keys have other tokens of each sample; "
             "use --route learned, or a --cp that divides the key/value heads"
         )
-    if args.use_fp8:
-        fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
-        work = dataclasses.replace(work, fp8=fp8)
     notes = ()
     if platform == "cpu" and work.amp in MULTIPLY and not cpu_multiplies(work.amp):
         use = "; use --amp auto" if asked == work.amp else ""
@@ -298,20 +297,21 @@ def largest_plan(sized: Callable[[int], Plan], global_bsz: int | None, memory_gi
 
 
 def make_schedule(steps: BatchFlags, profile: ProfileFlags, platform: Platform) -> Schedule:
-    """The steps of a run; UsageError for a capture that begins too late."""
+    """The steps of a run; UsageError for a capture that cannot be."""
     warmup, measured = steps.warmup_steps, steps.n_steps
-    end = warmup + measured
+    latest = warmup + measured + PROFILER_WARMUP
     captured, profiler = range(0), None
     if profile.profile:
-        start = end + PROFILER_WARMUP
-        captured, profiler = range(start, start + profile.profile_steps), "torch"
+        captured, profiler = range(latest, latest + profile.profile_steps), "torch"
     elif profile.nsys_start is not None:
         captured, profiler = range(profile.nsys_start, profile.nsys_end or 0), "nsys"
-    if captured and captured.start > end + PROFILER_WARMUP:
-        raise UsageError(
-            f"--nsys-start {captured.start}: the measured steps end before step {end}, and a capture may "
-            f"begin at step {end + PROFILER_WARMUP} at the latest"
-        )
+        if platform == "cpu":
+            raise UsageError("--nsys-start: Nsight Systems profiles GPUs; use --profile on a CPU")
+        if captured.start > latest:
+            raise UsageError(
+                f"--nsys-start {captured.start}: a capture may begin at step {latest} at the latest, two "
+                "steps after the measured ones"
+            )
     warmup_s = steps.warmup_seconds
     if warmup_s is None:
         warmup_s = GPU_WARMUP_S if platform != "cpu" else 0.0
@@ -329,13 +329,15 @@ def resolve_seq_len(seq_len: int | None, config: ModelConfig) -> int:
     return seq_len or min(longest, LONGEST_DEFAULT)
 
 
-def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int) -> Batch:
+def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int, pp: int = 1) -> Batch:
     """Global batch = micro batch x accumulation x ranks with data of their own, exactly.
 
     UsageError if --global-bsz does not divide.
     """
     bsz = 1 if flags.bsz == "auto" else flags.bsz
     micro, accumulation = bsz * data_parallel_size, flags.grad_acc_steps
+    if pp > 1 and accumulation == 1:
+        accumulation = 2 * pp  # one would leave ranks idle
     if flags.global_bsz is not None:
         accumulation, rest = divmod(flags.global_bsz, micro)
         if rest or not accumulation:
@@ -356,7 +358,13 @@ def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Rec
     """
     if freq is None:
         return Recompute()
-    (q, p), n = parse_sac_freq(freq), config.num_hidden_layers
+    match, n = re.fullmatch(r"(\d+)/(\d+)", freq), config.num_hidden_layers
+    q, p = map(int, match.groups()) if match else (0, 0)
+    if not 0 < q <= p:
+        raise UsageError(
+            f"--sac-freq {freq}: must be two whole numbers q/p with 0 < q <= p, as in 1/4: q of every p "
+            "blocks; leave the flag out for none"
+        )
     blocks = tuple(i for i in range(n) if (i + 1) * q // p > i * q // p)
     if not blocks:
         raise UsageError(
@@ -367,53 +375,51 @@ def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Rec
 
 
 def resolve_layout(
-    flags: FsdpFlags, pp: int, virtual: int, config: ModelConfig, seq_len: int, world: int
+    args: Args, script: Script, config: ModelConfig, seq_len: int, world: int
 ) -> Fsdp:
     """The ranks' shares of layers, tokens, heads and experts; UsageError where sizes do not divide."""
+    tp, cp, ep = args.tp, args.cp, args.ep
+    pp = (args.pp or USUAL_STAGES) if script is Script.PP else 1
     _must_divide("--pp", pp, f"{world} ranks", world, least=2)
-    _must_divide("--dp-replicate", flags.dp_replicate, f"{world // pp} ranks", world // pp)
-    shards = world // pp // flags.dp_replicate
-    tp, cp, ep = flags.tp, flags.cp, flags.ep
-    if ep > 1 and not any(config.has_experts(i) for i in range(config.num_hidden_layers)):
+    _must_divide("--dp-replicate", args.dp_replicate, f"{world // pp} ranks", world // pp)
+    shards = world // pp // args.dp_replicate
+    replica = f"the {shards} ranks of a replica"
+    layers, r = range(config.num_hidden_layers), config.recurrent
+    if ep > 1 and not any(map(config.has_experts, layers)):
         raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes, r = [heads, kv_heads], config.recurrent
-    if any("down" in config.mlp_shapes(i) for i in range(config.num_hidden_layers)):
-        sizes.append(config.intermediate_size)
-    if r:
-        sizes += [r.groups, r.heads]
-    if tp > 1 and r and not r.delta and r.norm_groups % tp:
+    if r and not r.delta and r.norm_groups % tp:
         raise UsageError(
             f"--tp {tp}: {config.path} has norms of a state's outputs that span {r.norm_groups} parts of "
             "all heads; use --cp"
         )
-    if config.experts and config.experts.shared_size:
-        sizes.append(config.experts.shared_size)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    has_mlp = any("down" in config.mlp_shapes(i) for i in layers)
+    mlp = config.intermediate_size if has_mlp else 0
+    sizes = [heads, kv_heads, mlp, r.groups, r.heads, config.experts.shared_size]
+    sizes = [size for size in sizes if size]
     parts = "heads, key/value heads and MLP" if not config.latent else "heads and MLP"
     _must_divide("--tp", tp, f"{parts} of {config.path} ({', '.join(map(str, sizes))})", *sizes)
-    _must_divide("--tp", tp, f"the {shards} ranks of a replica", shards)
-    _must_divide("--cp", cp, f"--seq-len {seq_len}", seq_len)
-    _must_divide("--tp x --cp", tp * cp, f"the {shards} ranks of a replica", shards)
+    _must_divide("--tp x --cp", tp * cp, replica, shards)
     _must_divide("--tp x --cp", tp * cp, f"--seq-len {seq_len}", seq_len)
-    if ep > 1:
-        _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
-        _must_divide("--ep", ep, f"the {shards} ranks of a replica", shards)
+    _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
+    _must_divide("--ep", ep, replica, shards)
     ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
-    groups = r.groups // tp
-    even = cp == 1 or not r or (r.heads // tp % cp == 0 and 0 in (groups % cp, cp % groups))
-    if not even or (cp > 1 and r and not ulysses):
-        raise UsageError(
-            f"--cp {cp}: {config.path} has layers with states, whose heads must divide over --tp x --cp "
-            f"({heads}, of keys and values {kv_heads}, of states {r.heads}); use a smaller --cp"
-        )
+    if r and cp > 1:
+        groups = r.groups // tp
+        even = r.heads // tp % cp == 0 and 0 in (groups % cp, cp % groups)
+        if not (even and ulysses):
+            raise UsageError(
+                f"--cp {cp}: {config.path} has layers with states, whose heads must divide over --tp x "
+                f"--cp ({heads}, of keys and values {kv_heads}, of states {r.heads}); use a smaller --cp"
+            )
     if not ulysses:
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
     # The stages of a pipeline stay gathered over all micro batches of a step.
-    reshard = flags.reshard_after_forward == "always" and pp == 1
+    reshard = args.reshard_after_forward == "always" and pp == 1
     names = "reduce_dtype cpu_offload reduce_last tp cp ep".split()
-    same: dict[str, Any] = {name: getattr(flags, name) for name in names}
-    same |= dict(ulysses=ulysses, pp=pp, virtual=virtual)
-    return Fsdp(shards, flags.dp_replicate, reshard, **same)
+    same: dict[str, Any] = {name: getattr(args, name) for name in names}
+    same |= dict(ulysses=ulysses, pp=pp, virtual=args.pp_virtual, layers=args.pp_layers)
+    return Fsdp(shards, args.dp_replicate, reshard, **same)
 
 
 def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: int | None) -> None:
@@ -450,41 +456,36 @@ def _must_divide(flag: str, value: int, what: str, *sizes: int, least: int = 1) 
         )
 
 
-def resolve_flex(work: Work, platform: Platform) -> bool:
-    """Whether windows and documents go through FlexAttention; UsageError for what cannot serve."""
-    config, name = work.config, work.attention
-    able = (work.windowed or bool(work.batch.documents)) and not config.sinks and not work.by_tokens
+def resolve_attention(work: Work, platform: Platform) -> tuple[str, bool]:
+    """The attention kernel, and whether windows and documents go through FlexAttention.
+
+    `auto` stays, or becomes `blocks`: up to its limit the probabilities that those keep are a third of
+    what else a block keeps. UsageError for what cannot serve.
+    """
+    config, name, on_cpu = work.config, work.attention, platform == "cpu"
+    special = "sliding windows, sinks, --pack and keys gathered by --cp"
+    cut = work.windowed or bool(work.batch.documents)
+    can_flex = cut and not config.sinks and not work.by_tokens
+    can_blocks = on_cpu and not work.masked and not config.attention_dropout
     why = ""
-    if name == "flex" and platform == "cpu" and work.trains:
+    if name == "flex" and on_cpu and work.trains:
         why = "FlexAttention works on a CPU only under --pass-type forward"
-    elif name == "flex" and not able:
+    elif name == "flex" and not can_flex:
         why = "it is for sliding windows and --pack, without sinks and keys gathered by --cp"
-    elif name not in ("auto", "flex", "flash", "blocks") and work.masked:
-        why = "sliding windows, sinks, --pack and keys gathered by --cp have kernels of their own"
+    elif name == "blocks" and not can_blocks:
+        why = f"works on a CPU alone, and without attention_dropout, {special}"
+    elif name in ("cudnn", "efficient", "math") and work.masked:
+        why = f"{special} have kernels of their own"
     if why:
         raise UsageError(f"--attention {name}: {why}; use --attention auto")
     if work.masked and config.attention_dropout:
         raise UsageError(
-            f"{config.path}: attention_dropout {config.attention_dropout} does not work with sliding "
-            "windows, sinks, --pack and keys gathered by --cp; set it to 0"
-        )
-    return able and (name == "flex" or (name == "auto" and platform != "cpu"))
-
-
-def resolve_attention(work: Work, platform: Platform) -> str:
-    """The attention kernel asked for, or `blocks`; UsageError where those cannot serve.
-
-    Up to the limit of `auto` the probabilities that they keep are a third of what else a block keeps.
-    """
-    config, name = work.config, work.attention
-    able = platform == "cpu" and not work.masked and not config.attention_dropout
-    if name == "blocks" and not able:
-        raise UsageError(
-            "--attention blocks: works on a CPU alone, and without windows, sinks, --pack, "
-            "attention_dropout and keys gathered by --cp; use --attention auto"
+            f"{config.path}: attention_dropout {config.attention_dropout} does not work with {special}; "
+            "set it to 0"
         )
     short = work.batch.seq_len * work.matmul_bytes <= 2048
-    return "blocks" if name == "auto" and able and short else name
+    chosen = "blocks" if name == "auto" and can_blocks and short else name
+    return chosen, can_flex and (name == "flex" or (name == "auto" and not on_cpu))
 
 
 def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
@@ -505,14 +506,20 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
 
 def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
     """UsageError for what FP8 libraries, or (`te`) Transformer Engine's modules, have no layers for."""
-    unable = {"experts": te and config.experts, "latent attention": te and config.latent}
-    unable["layers with states"] = config.recurrent
-    unable["norms after its layers"] = te and (config.norm_after or config.norm_around)
-    unable["norms of 1 + weight"] = te and config.norm_offset
-    unable["a gate of attention's output"] = te and config.output_gate
-    for part in (part for part, has in unable.items() if has):
-        torchao = flag == "--use-fp8" and te and part != "layers with states"
-        advice = "use --fp8-backend torchao" if torchao else "leave it out"
+    if config.recurrent:
+        raise UsageError(
+            f"{flag}: {config.path} has layers with states, which it cannot replace; leave it out"
+        )
+    parts = {
+        "experts": config.experts,
+        "latent attention": config.latent,
+        "norms after its layers": config.norm_after or config.norm_around,
+        "norms of 1 + weight": config.norm_offset,
+        "a gate of attention's output": config.output_gate,
+    }
+    part = next((part for part, has in parts.items() if has), None)
+    if te and part:
+        advice = "use --fp8-backend torchao" if flag == "--use-fp8" else "leave it out"
         raise UsageError(
             f"{flag}: {config.path} has {part}, whose layers it cannot replace; {advice}"
         )
@@ -526,23 +533,23 @@ def resolve_lora(flags: LoraFlags, work: Work) -> Lora:
             f"--lora-rank: is not implemented for {config.model_type}, whose rows have another order in "
             "Hugging Face's files"
         )
-    targets, found, known = frozenset(flags.lora_targets.split(",")), [], set()
+    targets, shapes, known = frozenset(flags.lora_targets.split(",")), [], set()
     for i in work.layers:
         for kind, (_, width) in config.block_shapes(i).items():
+            name = f"blocks.{i}.{names[kind]}"
             if config.experts and names[kind].startswith("mlp."):
                 continue
-            theirs = hf_names(config, f"blocks.{i}.{names[kind]}.weight")
-            known |= {name.split(".")[-2] for name in theirs}
-            rows = adapted_rows(config, f"blocks.{i}.{names[kind]}", targets)
-            chosen = [n for n, adapted in rows if adapted]
-            if chosen:
-                found.append((i, kind, width, sum(chosen), len(chosen)))
+            known |= {theirs.split(".")[-2] for theirs in hf_names(config, f"{name}.weight")}
+            rows = [n for n, adapted in adapted_rows(config, name, targets) if adapted]
+            if rows:
+                shapes.append((i, kind, width, sum(rows), len(rows)))
     if unknown := targets - known - {"all"}:
         raise UsageError(
             f"--lora-targets {min(unknown)!r}: there are all, {', '.join(sorted(known))}"
         )
-    rank, alpha = flags.lora_rank or 0, flags.lora_alpha or 2.0 * (flags.lora_rank or 0)
-    return Lora(rank, alpha, targets, 2 if work.amp == "bf16" else 4, tuple(found))
+    rank = flags.lora_rank or 0
+    base_bytes = 2 if work.amp == "bf16" else 4
+    return Lora(rank, flags.lora_alpha or 2.0 * rank, targets, base_bytes, tuple(shapes))
 
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
@@ -568,16 +575,12 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
                 continue
             part = part_shape(config, f"blocks.{i}.{names[kind]}.weight", shape, parts)
             shapes[kind] = shape if kind.startswith("experts") else part
-    modules = {names[layer]: [layer] for layer in shapes}
-    sizes = {names[layer]: shape for layer, shape in shapes.items()}
-    if te:  # its MLP is one module
-        modules = TE_MODULES
-        sizes = {"attn.qkv": shapes["qkv"], "attn.out": shapes["out"], "mlp": shapes["down"][::-1]}
-    unfit = {
-        name: f"{k} x {n} is not in multiples of {multiple}"
-        for name, (n, k) in sizes.items()
-        if n % multiple or k % multiple
-    }
+    modules = TE_MODULES if te else {names[layer]: [layer] for layer in shapes}
+    unfit = {}
+    for name, group in modules.items():
+        n, k = shapes[group[-1]]
+        if n % multiple or k % multiple:
+            unfit[name] = f"{k} x {n} is not in multiples of {multiple}"
     if te and config.activation not in TE_ACTIVATIONS:
         unfit["mlp"] = f"Transformer Engine has no {config.activation}"
     if unfit.keys() == modules.keys():
@@ -585,15 +588,13 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
         raise UsageError(
             f"--use-fp8: no layer of {config.path} can run in FP8: {why}; leave it out"
         )
-    converted = {layer for name in modules.keys() - unfit for layer in modules[name]}
-    layers = tuple(layer for layer in shapes if layer in converted)
-    if flags.fp8_all_gather:
-        for layer in layers:
-            if shapes[layer][0] % work.fsdp.shards:
-                raise UsageError(
-                    f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not "
-                    f"divide over {work.fsdp.shards} ranks; leave it out"
-                )
+    layers = tuple(layer for name in modules if name not in unfit for layer in modules[name])
+    for layer in layers if flags.fp8_all_gather else ():
+        if shapes[layer][0] % work.fsdp.shards:
+            raise UsageError(
+                f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not divide "
+                f"over {work.fsdp.shards} ranks; leave it out"
+            )
     kept = "embeddings, attention" if te else "embeddings, norms, attention"
     always = {"head": "always", kept: "no linear layers"}
     if config.experts:

@@ -1,13 +1,13 @@
-"""Flags that do not work together: one table, for the refusals, docs/COMBINATIONS.md and the tests.
+"""Flags that do not work together: one table, for the refusals, docs/tables.py and the tests.
 
 What depends on the model's sizes or the number of ranks is refused in settings/plan.py. Needs no torch.
 """
 
-import collections
 import dataclasses
 import os
 import re
-from typing import Any, TypeVar, get_args
+from collections.abc import Iterable
+from typing import get_args
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.settings.flags import (
@@ -22,10 +22,7 @@ from llm_train_bench.settings.flags import (
     changed,
     declared,
     flag_of,
-    parse_sac_freq,
 )
-
-Checked = TypeVar("Checked", bound=Args)
 
 FP8_RECIPES = {"te": get_args(TeRecipe), "torchao": get_args(TorchaoRecipe)}
 
@@ -53,11 +50,9 @@ TOGGLES = (
     ("--tp, --cp or --ep with train.py or train_ddp.py: these layouts need a sharded model; use "
      "train_fsdp.py or train_pp.py",
      lambda a, s: s not in SHARDED and _divided(a)),
-    ("--tp, --cp or --ep with --amp fp16: each rank would scale its part of the loss by itself; use "
-     "--amp bf16",
-     lambda a, s: _divided(a) and a.amp == "fp16"),
-    ("train_pp.py with --amp fp16: the first stages do not know the loss scale; use --amp bf16",
-     lambda a, s: s is Script.PP and a.amp == "fp16"),
+    ("--tp, --cp, --ep or train_pp.py with --amp fp16: ranks would not share one loss scale; use --amp "
+     "bf16",
+     lambda a, s: (_divided(a) or s is Script.PP) and a.amp == "fp16"),
     ("--tp, --cp, --ep or train_pp.py with --fp8-backend te: its modules are for whole layers here; use "
      "--fp8-backend torchao",
      lambda a, s: (_divided(a) or s is Script.PP) and a.use_fp8 and a.fp8_backend == "te"),
@@ -69,10 +64,9 @@ CONTRADICTIONS = (
      lambda a, s: a.linear == "te" and (a.use_fp8 or a.pt_compile or a.sac_policy == "op" or a.tp > 1
                                         or a.lora_rank or a.bf16_weights or s is Script.PP
                                         or a.amp == "fp16")),
-    ("--sac-freq needs a backward; use --pass-type forward-backward or step",
-     lambda a, s: a.sac_freq and a.pass_type == "forward"),
-    ("--offload-activations needs a backward; use --pass-type forward-backward or step",
-     lambda a, s: a.offload_activations and a.pass_type == "forward"),
+    ("--sac-freq, --offload-activations and --reduce-last: each needs a backward; use --pass-type "
+     "forward-backward or step",
+     lambda a, s: (a.sac_freq or a.offload_activations or a.reduce_last) and a.pass_type == "forward"),
     ("--offload-activations does not work with CUDA graphs, which replay without its hooks; use "
      "--compile-mode default",
      lambda a, s: a.offload_activations and a.compile_mode in GRAPH_MODES),
@@ -85,34 +79,33 @@ CONTRADICTIONS = (
      lambda a, s: a.run_name is not None
      and (a.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", a.run_name)
           or len(os.fsencode(a.run_name)) > 200)),
-    ("--cpu-offload with --tp, --cp or --ep: gradients are reduced further on the GPU; leave it out",
-     lambda a, s: a.cpu_offload and _divided(a)),
-    ("--save-every and --resume need --pass-type step: nothing else changes the weights",
-     lambda a, s: (a.save_every or a.resume) and a.pass_type != "step"),
+    ("--cpu-offload with --tp, --cp, --ep, --amp fp16 or --fp8-all-gather: these need gradients or "
+     "weights on the GPU; leave it out",
+     lambda a, s: a.cpu_offload and (_divided(a) or a.amp == "fp16" or a.fp8_all_gather)),
+    ("--save-every, --resume, --zero1 and --reduce-dtype bf16 of train_ddp.py need --pass-type step",
+     lambda a, s: a.pass_type != "step"
+     and (a.save_every or a.resume or a.zero1 or (s is Script.DDP and a.reduce_dtype == "bf16"))),
     ("--save-every and --resume with --fp8-recipe delayed: no checkpoint holds its scales; use current",
      lambda a, s: (a.save_every or a.resume) and a.use_fp8 and a.fp8_recipe == "delayed"),
     ("--resume auto needs --run-name, by which it finds earlier attempts",
      lambda a, s: a.resume == "auto" and a.run_name is None),
     ("--memory-snapshot records the warm-up; use --warmup-steps 2 or more",
      lambda a, s: a.memory_snapshot and a.warmup_steps < 2),
-    ("--nsys-start and --nsys-end: give both, the first step and the end step",
-     lambda a, s: (a.nsys_start is None) != (a.nsys_end is None)),
-    ("--nsys-end must be above --nsys-start",
-     lambda a, s: None not in (a.nsys_start, a.nsys_end) and a.nsys_end <= a.nsys_start),
+    ("--nsys-start and --nsys-end: give both, the end above the start",
+     lambda a, s: (a.nsys_start is None) != (a.nsys_end is None)
+     or (a.nsys_start is not None and a.nsys_end <= a.nsys_start)),
     ("--nsys-start with --profile: two profilers disturb each other; leave out --profile",
      lambda a, s: a.nsys_start is not None and a.profile),
-    ("train_ddp.py with --reduce-dtype bf16 needs --pass-type step",
-     lambda a, s: s is Script.DDP and a.reduce_dtype != "fp32" and a.pass_type != "step"),
     ("--reduce-dtype bf16 with --reduce-last or train_pp.py sums micro batches in bf16; leave it out",
      lambda a, s: (a.reduce_last or s is Script.PP) and a.reduce_dtype != "fp32"),
-    ("--reduce-last needs a backward; use --pass-type forward-backward or step",
-     lambda a, s: a.reduce_last and a.pass_type == "forward"),
     ("--pack-lengths with --data FILE: the file has documents of its own; leave it out",
      lambda a, s: a.pack_lengths is not None and a.data != "synthetic"),
     ("--pack-separator is for token files; give --data FILE, or use --pack-lengths",
      lambda a, s: a.pack_separator is not None and a.data == "synthetic"),
-    ("--lora-rank with --tp, --use-fp8, --zero1 or train_pp.py is not implemented; leave it out",
-     lambda a, s: a.lora_rank and (a.tp > 1 or a.use_fp8 or a.zero1 or s is Script.PP)),
+    ("--lora-rank with --tp, --use-fp8, --zero1, --amp fp16 or train_pp.py is not implemented; leave one "
+     "out",
+     lambda a, s: a.lora_rank and (a.tp > 1 or a.use_fp8 or a.zero1 or a.amp == "fp16"
+                                   or s is Script.PP)),
     ("--optimizer muon with --lora-rank, --zero1, --cpu-offload or --amp fp16 is not implemented; use "
      "adamw",
      lambda a, s: a.optimizer == "muon" and (a.lora_rank or a.zero1 or a.cpu_offload or a.amp == "fp16")),
@@ -122,37 +115,26 @@ CONTRADICTIONS = (
      "--cpu-offload is not implemented; leave it out",
      lambda a, s: a.bf16_weights and (_divided(a) or s is Script.PP or a.use_fp8 or a.lora_rank
                                       or a.zero1 or a.cpu_offload)),
-    ("--lora-rank with --amp fp16: use --amp bf16", lambda a, s: a.lora_rank and a.amp == "fp16"),
-    ("--zero1 needs --pass-type step: nothing else has an optimizer",
-     lambda a, s: a.zero1 and a.pass_type != "step"),
     ("--zero1 does not work with --amp fp16 or --use-fp8; use train_fsdp.py",
      lambda a, s: a.zero1 and (a.amp == "fp16" or a.use_fp8)),
     ("train_fsdp.py with --amp fp16 and --optimizer sgd: PyTorch has no fused SGD for sharded "
      "parameters; use adamw",
      lambda a, s: s is Script.FSDP and a.amp == "fp16" and a.optimizer == "sgd"),
-    ("--amp fp16 with --cpu-offload: the loss scale is on the GPU, the gradients are not; use --amp bf16",
-     lambda a, s: a.amp == "fp16" and a.cpu_offload),
     ("--fp8-emulate: Transformer Engine cannot emulate; use --fp8-backend torchao",
      lambda a, s: a.fp8_emulate and a.fp8_backend == "te"),
-    ("--fp8-all-gather needs --fp8-backend torchao and --fp8-recipe tensorwise",
-     lambda a, s: a.fp8_all_gather and a.fp8_recipe != "tensorwise"),
-    ("--fp8-all-gather does not work with --cpu-offload, --tp, --cp or --ep; leave out one of the two",
-     lambda a, s: a.fp8_all_gather and (a.cpu_offload or _divided(a))),
+    ("--fp8-all-gather needs --fp8-backend torchao and --fp8-recipe tensorwise, and no --tp, --cp, --ep",
+     lambda a, s: a.fp8_all_gather and (a.fp8_recipe != "tensorwise" or _divided(a))),
 )
 # fmt: on
 
 
-def check(args: Checked, script: Script) -> Checked:
+def check(args: Args, script: Script) -> Args:
     """The arguments with `auto` resolved; UsageError in one line where a run could not use them."""
-    for name, flag in declared(Args).items():
-        if script not in flag.scripts and changed(args, [name]):
-            raise UsageError(foreign(name, script))
+    refuse_foreign(changed(args), script)
     if args.use_fp8:
         divided = _divided(args) or script is Script.PP
         backend, recipe = resolve_fp8(args.part(Fp8Flags), args.pt_compile, divided)
         args = dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)
-    if args.sac_freq is not None:
-        parse_sac_freq(args.sac_freq)
     if message := broken_rule(args, script):
         raise UsageError(message)
     return args
@@ -164,69 +146,25 @@ def broken_rule(args: Args, script: Script) -> str | None:
     return next((message for message, applies in rules if applies(args, script)), None)
 
 
-def foreign(name: str, script: Script) -> str:
-    """The message on a flag of other scripts."""
-    scripts = " or ".join(declared(Args)[name].scripts)
-    return f"{flag_of(name)} has no meaning for {script}; it is for {scripts}"
+def refuse_foreign(names: Iterable[str], script: Script) -> None:
+    """UsageError if one of these fields is a flag of other scripts."""
+    flags = declared(Args)
+    for name in names:
+        if name in flags and script not in flags[name].scripts:
+            scripts = " or ".join(flags[name].scripts)
+            raise UsageError(f"{flag_of(name)} has no meaning for {script}; it is for {scripts}")
 
 
-def resolve_fp8(args: Fp8Flags, compiled: bool, divided: bool = False) -> tuple[str, str]:
+def resolve_fp8(args: Fp8Flags, compiled: bool, divided: bool) -> tuple[str, str]:
     """Backend and recipe with `auto` resolved; UsageError where they contradict each other."""
     backend, recipe = args.fp8_backend, args.fp8_recipe
     if backend == "auto":
         torchao = compiled or args.fp8_emulate or args.fp8_all_gather or divided
-        first = "torchao" if torchao else "te"
-        backends = [first, *(b for b in FP8_RECIPES if b != first)]
-        backend = next((b for b in backends if recipe in ("auto", *FP8_RECIPES[b])), first)
+        backends = ("torchao", "te") if torchao else ("te", "torchao")
+        backend = next(b for b in backends if recipe in ("auto", *FP8_RECIPES[b]))
     if recipe == "auto":
         recipe = FP8_RECIPES[backend][0]
     if recipe not in FP8_RECIPES[backend]:
         known = ", ".join(FP8_RECIPES[backend])
         raise UsageError(f"--fp8-recipe {recipe}: --fp8-backend {backend} supports {known}")
     return backend, recipe
-
-
-_GRAPHS = dict(pt_compile=True, compile_mode=GRAPH_MODES[0])
-_OP = dict(sac_freq="1/1", sac_policy="op")
-# The toggles, and the flags of each of their values. `graphs` are the compile modes that record CUDA
-# graphs; the layout is of `tokens` under --tp or --cp, of `experts` under --ep (with or without them).
-AXES: dict[str, dict[str, dict[str, Any]]] = {
-    "entrypoint": {script: {} for script in Script},
-    "amp": {name: dict(amp=name) for name in ("off", "bf16", "fp16")},
-    "fp8": {"off": {}} | {name: dict(use_fp8=True, fp8_backend=name) for name in FP8_RECIPES},
-    "compile": {"off": {}, "on": dict(pt_compile=True), "graphs": _GRAPHS},
-    "sac": {"off": {}, "block": dict(sac_freq="1/1"), "op": _OP},
-    "layout": {"data": {}, "tokens": dict(tp=2), "experts": dict(ep=2)},
-}
-# One cell of the table of toggles.
-Combination = collections.namedtuple("Combination", AXES, defaults=["data"])
-
-
-def refusal(cell: Combination) -> str | None:
-    """The message of the rule that refuses a combination; None if it is supported."""
-    flags = collections.ChainMap(*(AXES[axis][value] for axis, value in cell._asdict().items()))
-    return broken_rule(Args(config="", **flags), cell.entrypoint)
-
-
-def combinations_table() -> str:
-    """The tables of docs/COMBINATIONS.md: the combinations that work, and all rules."""
-    columns = {"off": "eager", "on": "`--pt-compile`", "graphs": "with CUDA graphs"}
-    lines = [f"| | {' | '.join(columns.values())} |", "|---|---|---|---|"]
-    rows = [(amp, "off") for amp in AXES["amp"]] + [("bf16", fp8) for fp8 in ("te", "torchao")]
-    for amp, fp8 in rows:
-        name = f"`--amp {amp}`" if fp8 == "off" else f"`--use-fp8 --fp8-backend {fp8}`"
-        cells = [_cell(amp, fp8, compiled) for compiled in columns]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"- {message}." for message, _ in (*TOGGLES, *CONTRADICTIONS))])
-
-
-def _cell(amp: str, fp8: str, compiled: str) -> str:
-    names = {3: "✓", 2: "✓ (not with `--sac-policy op`)", 1: "✓ (not with `--sac-freq`)", 0: "✗"}
-    parts: dict[str, list[str]] = {}
-    for script in Script:
-        cells = [Combination(script, amp, fp8, compiled, sac) for sac in AXES["sac"]]
-        works = sum(refusal(cell) is None for cell in cells)
-        parts.setdefault(names[works], []).append(f"`{script}`")
-    if len(parts) == 1:
-        return next(iter(parts))
-    return "; ".join(f"{what} in {', '.join(scripts)}" for what, scripts in parts.items())

@@ -4,12 +4,11 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 
-from llm_train_bench.base.errors import UsageError, did_you_mean, one_line
-from llm_train_bench.base.number_text import parse_number
+from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.model.json_keys import parse_json, plain_text
 from llm_train_bench.settings.flags import (
     OUTPUT,
@@ -18,14 +17,15 @@ from llm_train_bench.settings.flags import (
     Script,
     declared,
     defaults,
+    field_of,
     flag_of,
-    kinds_of_value,
+    given_fields,
     of_kind,
     present_flags,
     usual_values,
     without_meaning,
 )
-from llm_train_bench.settings.other_names import in_our_words, replacement
+from llm_train_bench.settings.other_names import in_our_words, no_such_flag
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -75,9 +75,9 @@ class RunFile:
 
     flags: dict[str, Any]
     config: str | None
-    script: Script | None = None
-    ranks: int | None = None
-    unknown: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    script: Script | None
+    ranks: int | None
+    unknown: Mapping[str, Any]
     """Settings that this version cannot repeat."""
 
 
@@ -97,16 +97,16 @@ def split_from(argv: Sequence[str], script: Script | None) -> tuple[list[str], R
     file = _run_file(Path(name))
     if script and file.script not in (None, script):
         raise UsageError(f"--from {name}: is for {file.script}; run that, or leave out its script")
-    later = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    later = given_fields(words)
     for flag, value in file.unknown.items():
-        if flag_of(flag) not in later:
+        if flag not in later:
             lacks = "value" if flag in defaults(Args) else "flag"
             raise UsageError(
                 f"--from {name}: its run had {flag_of(flag)} {value}, and this version has no such "
                 f"{lacks}; delete {flag} from a copy of the file to run without it"
             )
-    flags = {k: v for k, v in file.flags.items() if flag_of(k) not in later}
-    if "--grad-acc-steps" in later:  # which it would set
+    flags = {k: v for k, v in file.flags.items() if k not in later}
+    if "grad_acc_steps" in later:  # which it would set
         flags.pop("global_bsz", None)
     if script is None:  # the caller decides how many ranks there are
         flags.pop("nproc", None)
@@ -135,19 +135,19 @@ def _run_file(path: Path) -> RunFile:
         unknown = unknown_settings(args) if script in (*Script,) else {}
         device = content.get("device")
         ranks = device.get("count") if isinstance(device, dict) else None
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        if type(ranks) is not int or ranks < 1:
             ranks = None
     else:
         if foreign := _foreign_kind(content):
             raise UsageError(f"--from {path}: {foreign}")
-        words = in_our_words([flag_of(key) for key in content])
-        names = [word.removeprefix("--").replace("-", "_") for word in words]
+        names = [field_of(word) for word in in_our_words([flag_of(key) for key in content])]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UsageError(f"--from {path}: {twice} stands twice, once by another tool's name")
         flags = dict(zip(names, content.values(), strict=True))
         script = flags.pop("script", None)
         if wrong := sorted(flags.keys() - declared(Args).keys()):
-            raise UsageError(f"--from {path}: {wrong[0]}: unknown flag{nearest_flag(wrong[0])}")
+            hint = no_such_flag(wrong[0], SETTABLE)
+            raise UsageError(f"--from {path}: {wrong[0]}: {hint}")
         where = f"--from {path}"
         flags = {k: v if k == "config" else meant_value(k, v, where) for k, v in flags.items()}
     config = flags.pop("config", None)
@@ -168,38 +168,20 @@ def _foreign_kind(content: Mapping[str, Any]) -> str | None:
     return nested and f"{nested} is a section: a file of ours has config and flags without sections"
 
 
-def nearest_flag(name: str) -> str:
-    """What an unknown flag may have meant, in words: another tool's name, or a near one."""
-    if instead := replacement(flag_of(name), Script.ONE):
-        return f" here; {'use ' * instead.startswith('--')}{instead}"
-    return did_you_mean(name, SETTABLE)
-
-
 def meant_value(name: str, value: Any, where: str) -> Any:
     """A value in the flag's type: YAML reads `off` as false, and numbers may be quoted.
 
     UsageError for true, false or a list where the flag takes something else.
     """
-    hint = get_type_hints(Args)[name]
-    kinds = [k for each in kinds_of_value(hint) for k in (get_args(each) or (each,))]
-    many, optional = get_origin(hint) is tuple, type(None) in get_args(hint)
-    if value is False and "off" in kinds:
+    flag = declared(Args)[name]
+    if value is False and "off" in flag.options:
         return "off"
-    if value == "none" and optional and "none" not in kinds:
-        return None  # as labels and tables write it
-    wrong = UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}")
-    if (isinstance(value, bool) and bool not in kinds) or (
-        isinstance(value, list | dict) and not many
-    ):
-        raise wrong
-    if not isinstance(value, str) or str in kinds or value in kinds:
-        return value
+    if value is None or (value == "none" and flag.optional):
+        return None  # `none` is what labels and tables write
     try:
-        if bool in kinds:
-            return {"true": True, "false": False}[value.lower()]
-        return parse_number(value, int if int in kinds else float, declared(Args)[name].thousand)
-    except (KeyError, ValueError):
-        raise wrong from None
+        return flag.read(value)
+    except ValueError:
+        raise UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}") from None
 
 
 def result_flags(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,23 +196,16 @@ def result_flags(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a result that this version does not have: flags that are gone, and values."""
-    hints = get_type_hints(Args)
-    return {
-        name: value
-        for name, value in present_flags(args).items()
-        if name not in of_kind(OUTPUT) and not (name in hints and _takes(hints[name], value))
-    }
+    flags = {k: v for k, v in present_flags(args).items() if k not in of_kind(OUTPUT)}
+    return {name: value for name, value in flags.items() if not _can_be(name, value)}
 
 
-def _takes(hint: Any, value: Any) -> bool:
-    """Whether a flag of this type can have the value."""
-    if isinstance(value, tuple):
-        return get_origin(hint) is tuple and all(_takes(get_args(hint)[0], each) for each in value)
-    kinds = kinds_of_value(hint)
-    if value is None:
-        return type(None) in get_args(hint)
-    if isinstance(value, bool):
-        return bool in kinds
-    choices = [choice for kind in kinds for choice in get_args(kind)]
-    whole = float in kinds and isinstance(value, int)
-    return type(value) in kinds or whole or value in choices
+def _can_be(name: str, value: Any) -> bool:
+    """Whether this version has such a flag, and the flag such a value."""
+    flag = declared(Args).get(name)
+    if flag is None or value is None:
+        return flag is not None and flag.optional
+    try:
+        return flag.read(value) == value
+    except ValueError:
+        return False

@@ -17,10 +17,10 @@ from llm_train_bench.base.files import SECRET
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_keys import parse_json, plain_text
-from llm_train_bench.settings.flags import SETTABLE, Script
-from llm_train_bench.settings.other_names import in_our_words
+from llm_train_bench.settings.flags import SETTABLE, Script, field_of, flag_of
+from llm_train_bench.settings.other_names import in_our_words, no_such_flag
 from llm_train_bench.settings.plan import Platform
-from llm_train_bench.settings.run_file import nearest_flag, parse_yaml
+from llm_train_bench.settings.run_file import parse_yaml
 
 Value = bool | int | float | str | None
 Flags = dict[str, Any]  # as they are checked already
@@ -169,14 +169,13 @@ def from_command_line(
     grid: dict[str, list[Value]] = {}
     for setting in settings:
         flag, equals, values = setting.partition("=")
-        (flag,) = in_our_words([f"--{flag.lstrip('-').replace('_', '-')}"])
-        flag = flag.removeprefix("--").replace("-", "_")
+        flag = field_of(*in_our_words([flag_of(field_of(flag))]))
         if not equals:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
         if flag in ("config", "output_dir", "run_name"):
             raise UsageError(f"--set {setting}: is set by the sweep; use --models or --output-dir")
         if flag not in SETTABLE:
-            raise UsageError(f"--set {setting}: no such flag{nearest_flag(flag)}")
+            raise UsageError(f"--set {setting}: {no_such_flag(flag, SETTABLE)}")
         try:
             parsed = [parse_yaml(v) for v in values.split(",")]
         except ValueError:
