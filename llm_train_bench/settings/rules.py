@@ -89,10 +89,9 @@ CONTRADICTIONS = (
      lambda a, s: (a.save_every or a.resume) and a.use_fp8 and a.fp8_recipe == "delayed"),
     ("--resume auto needs --run-name, by which it finds earlier attempts",
      lambda a, s: a.resume == "auto" and a.run_name is None),
-    ("--save-dir must differ from --output-dir, where runs go",
-     lambda a, s: a.save_dir and os.path.realpath(a.save_dir) == os.path.realpath(a.output_dir)),
-    ("--save-dir needs --save-every or --resume",
-     lambda a, s: a.save_dir and not (a.save_every or a.resume)),
+    ("--save-dir needs --save-every or --resume, and must differ from --output-dir, where runs go",
+     lambda a, s: a.save_dir and (not (a.save_every or a.resume)
+                                  or os.path.realpath(a.save_dir) == os.path.realpath(a.output_dir))),
     ("--memory-snapshot records the warm-up; use --warmup-steps 2 or more",
      lambda a, s: a.memory_snapshot and a.warmup_steps < 2),
     ("--nsys-start and --nsys-end: give both, the end above the start",
