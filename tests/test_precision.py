@@ -348,7 +348,7 @@ def test_te_without_fp8_is_plain_and_named(family, te_in_place, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "excluded"),
-    [(dict(intermediate_size=88), {"mlp": f"48 x 88 {ODD}"}),
+    [(dict(intermediate_size=88), {"mlp": f"88 x 48 {ODD}"}),
      (dict(hidden_act="gelu"), {"mlp": "Transformer Engine has no gelu"}),
      (dict(head_dim=12), {"attn.qkv": f"48 x 120 {ODD}", "attn.out": f"72 x 48 {ODD}"})],
 )  # fmt: skip

@@ -101,7 +101,7 @@ def limits_of(texts: Iterable[str]) -> dict[str, float]:
     limits = {}
     for text in texts:
         key, _, value = text.partition("=")
-        if key not in ("memory", "nic"):
+        if key not in ("memory", "nic") or not value:
             raise UsageError(f"--limit {text}: must be memory=GIB or nic=GB/s")
         try:
             limits[key] = parse_number(value, float)

@@ -146,9 +146,7 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
             values[name] = True
             continue
         if flag.many and name in values:
-            raise UsageError(
-                f"{flag_of(name)}: is given twice; give all values after one {flag_of(name)}"
-            )
+            raise UsageError(f"{flag_of(name)}: is given twice; give all its values at once")
         if not flag.many:
             texts = texts[:1]
         if not equals:
