@@ -28,7 +28,7 @@ FLAGS, METRICS = "llm_train_bench/settings/flags.py", "llm_train_bench/results/m
 INSERTIONS = [
     ("model/families.py", '    "mistral": Family(',
      '    "newcomer": Family(LLAMA | dict(max_position_embeddings=64), dict(qk_norm=True)),\n'),
-    ("model/hf.py", 'ARCHITECTURES["kimi_k2"]', 'ARCHITECTURES["newcomer"] = "Qwen3ForCausalLM"\n'),
+    ("model/hf.py", '    gpt2="GPT2LMHeadModel"', '    newcomer="Qwen3ForCausalLM",\n'),
     (FLAGS, "    grad_clip: float = flag(",
      "    lr_power: float = flag(1.0, LEARNT, above=0, at_most=2)\n"),
     (FLAGS, "    grad_clip: Largest", "    lr_power: A new flag [no unit].\n"),
