@@ -147,6 +147,12 @@ def test_kernels_that_were_not_asked_for_make_a_run_invalid(tmp_path, monkeypatc
     assert f"left out a: {why}" in out and not (tmp_path / "b").exists()
 
 
+def test_layers_without_attention_have_no_kernel_of_it(tmp_path):
+    r = trained(tmp_path, "tests/configs/qwen3_next.json --layers 1", TINY[1:])
+    assert r["attention_kernel"] is None and not any(r["observed"]["attention"].values())
+    assert not [remark for remark in r["remarks"] if remark["kind"] == "invalid"]
+
+
 def test_a_profiler_that_fails_is_a_note(tmp_path, monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS")

@@ -184,7 +184,9 @@ def make_plan(
             return make_plan(small, script, world, platform, config, memory_gib, native_amp)
 
         return sized(1) if memory_gib is None else largest_plan(sized, args.global_bsz, memory_gib)
-    if args.route == "balanced" and not config.experts:
+    if args.route == "balanced" and not any(
+        map(config.has_experts, range(config.num_hidden_layers))
+    ):
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
     asked = args.amp
     args = dataclasses.replace(args, amp=resolve_amp(args, script, config, platform, native_amp))

@@ -77,7 +77,7 @@ CONTRADICTIONS = (
      lambda a, s: a.compile_mode in GRAPH_MODES and a.warmup_steps < 3),
     ("--run-name must be a plain directory name of at most 200 bytes",
      lambda a, s: a.run_name is not None
-     and (a.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", a.run_name)
+     and (a.run_name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f\ud800-\udfff]", a.run_name)
           or len(os.fsencode(a.run_name)) > 200)),
     ("--cpu-offload with --tp, --cp, --ep, --amp fp16 or --fp8-all-gather: these need gradients or "
      "weights on the GPU; leave it out",
