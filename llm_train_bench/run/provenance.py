@@ -128,7 +128,8 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
         base = "bf16" if work.lora.base_bytes == 2 else "fp32"
         yield f"LoRA: {work.lora.numbers:,} parameters trained in fp32, all others frozen in {base}"
     if work.bf16_weights:
-        yield "--bf16-weights: weights, gradients and moments in bf16, without exact copies"
+        what = "weights, gradients and moments" if work.trains else "weights"
+        yield f"--bf16-weights: {what} in bf16, without exact copies"
     if work.linear == "te":
         yield "linear layers and norms of the blocks by Transformer Engine, without FP8"
     if n := work.config.mtp_layers:
