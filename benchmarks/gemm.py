@@ -42,7 +42,7 @@ def model_shapes(config: ModelConfig, tokens: int) -> dict[str, tuple[int, int, 
     NN for the gradient of the input (g w), NT for that of the weight (g^T x).
     """
     head = (-(-config.vocab_size // 128) * 128, config.hidden_size)
-    sizes = config.block_shapes() | {"head": head}  # out, in
+    sizes = {w.module: w.shape for w in config.linear_layers(0)} | {"head": head}  # out, in
     shapes = {}
     for name, (n, k) in sizes.items():
         shapes[f"{config.name} {name}"] = (tokens, n, k, "TN")

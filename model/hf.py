@@ -14,12 +14,12 @@ from torch import Tensor
 
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
 from llm_train_bench.model.families import FAMILIES, MTP_KEYS
-from llm_train_bench.model.hf_names import hf_names, row_sizes
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.lora import adapter_settings, adapters_of
-from llm_train_bench.model.stored import Part, read_block
+from llm_train_bench.model.lora import adapter_settings
+from llm_train_bench.model.stored import OTHER_ORDER, StoredShard, read_block
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.weights import Shard, Weight
 
 # Qwen3MoeForCausalLM of qwen3_moe; some are called differently.
 ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in FAMILIES}
@@ -51,62 +51,49 @@ class _Stored(NamedTuple):
             return f.get_tensor(self.name)
 
 
-def _converted(
-    config: ModelConfig, name: str, value: Tensor, shape: Sequence[int] | None = None
-) -> Tensor:
-    """A whole parameter of ours in the layout of the family's files or, with our `shape`, back."""
-    *_, module, kind = name.split(".")
-    if config.model_type == "gpt2" and module in ("qkv", "out", "up", "down"):
-        return value.t()  # they keep its linear layers as (in, out)
-    if ".mlp.experts." not in name:
-        if (order := _row_order(config, name)) is not None:
-            value = value[order if shape is None else order.argsort()]
-        if module == "conv" and kind == "weight":
-            value = value.unsqueeze(1) if shape is None else value.squeeze(1)
-        return value
-    if config.model_type in ("mistral4", "granitemoehybrid"):  # stacked like ours
-        return value
-    if config.model_type != "gpt_oss":
-        return value.flatten(0, 1) if shape is None else value.view(shape)
-    if shape is not None and kind == "weight":
-        value = value.transpose(1, 2)
-    if module == "gate_up":  # gate and up alternate in theirs
-        halves = (2, -1) if shape is None else (-1, 2)
-        value = value.unflatten(1, halves).transpose(1, 2).flatten(1, 2)
-    return value.transpose(1, 2) if shape is None and kind == "weight" else value
+def segment_rows(weight: Weight) -> list[Tensor]:
+    """The numbers of a parameter's rows, by segment."""
+    sizes = [rows // weight.groups for rows in weight.segments]
+    by_group = torch.arange(sum(weight.segments)).view(weight.groups, -1)
+    return [rows.flatten() for rows in by_group.split(sizes, dim=1)]
 
 
-def _row_order(config: ModelConfig, name: str) -> Tensor | None:
-    """Which of our rows is which of theirs, where they keep them in another order."""
-    module, r = ".".join(name.split(".")[2:-1]), config.recurrent
-    if module == "attn.qkv" and config.output_gate:  # a head's queries, then its gates
-        q, k, v, gate = torch.arange(sum(config.qkv_sizes)).split(config.qkv_sizes)
-        heads = config.num_attention_heads
-        return torch.cat(
-            (torch.stack((q.view(heads, -1), gate.view(heads, -1)), 1).flatten(), k, v)
-        )
-    if module not in ("attn.project", "attn.conv") or not name.startswith("blocks."):
-        return None
-    sizes = r.segments if module == "attn.project" else r.channels
-    parts = torch.arange(sum(sizes)).split(sizes)
-    if not r.delta:  # gates, values, B, C, steps
-        c, b, x, *rest = parts
-        return torch.cat((*rest[:1], x, b, c, *rest[1:]))
-    if config.model_type != "qwen3_next" or module == "attn.conv":
-        return None
-    by_group = [part.view(r.groups, -1) for part in parts]
-    return torch.cat([torch.cat(some, 1).flatten() for some in (by_group[:4], by_group[4:])])
+def tensor_rows(weight: Weight) -> list[Tensor]:
+    """The numbers of the rows that each of its Hugging Face tensors has, in their order."""
+    rows = segment_rows(weight)
+    return [
+        torch.cat([rows[i].view(hf.groups, -1) for i in hf.segments], dim=1).flatten()
+        for hf in weight.hf
+    ]
 
 
-def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+def to_hf(weight: Weight, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Our parameter (or its gradient) as the Hugging Face tensors it stands for."""
-    if name in ("embed.weight", "lm_head.weight"):
-        value = value[: config.vocab_size]
-    value, names = _converted(config, name, value), hf_names(config, name)
-    sizes = row_sizes(config, name, names)
-    parts = value.chunk(len(names)) if sizes is None else value.split(sizes)
-    for hf_name, part in zip(names, parts, strict=True):
-        yield hf_name, part.contiguous()
+    dimension = 1 if weight.of_experts else 0
+    value = value[: len(value) - weight.padding]
+    for hf, rows in zip(weight.hf, tensor_rows(weight), strict=True):
+        part = value.index_select(dimension, rows.to(value.device))
+        part = part.transpose(-1, -2) if hf.transposed else part
+        if weight.module == "attn.conv" and part.ndim == 2:
+            part = part.unsqueeze(1)
+        if "{}" not in hf.name:
+            yield hf.name, part.contiguous()
+            continue
+        for number, expert in enumerate(part):
+            yield hf.name.format(number), expert.contiguous()
+
+
+def from_hf(weight: Weight, tensors: list[Tensor]) -> Tensor:
+    """The inverse of `to_hf`, without padding rows."""
+    dimension, left, parts = 1 if weight.of_experts else 0, iter(tensors), []
+    for hf in weight.hf:
+        part = next(left) if "{}" not in hf.name else torch.stack(
+            [next(left) for _ in range(weight.shape[0])]
+        )
+        part = part.transpose(-1, -2) if hf.transposed else part
+        parts.append(part.squeeze(1) if weight.module == "attn.conv" and part.ndim == 3 else part)
+    order = torch.cat(tensor_rows(weight)).argsort()
+    return torch.cat(parts, dimension).index_select(dimension, order)
 
 
 def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretrained | None:
@@ -134,9 +121,9 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
             )
     index = _index(directory)
     readers, used = {}, {}
-    for name, parameter in model.weights():
+    for weight, parameter in model.weights():
         parts = []
-        for hf_name, part in to_hf(config, name, parameter.detach()):
+        for hf_name, part in to_hf(weight, parameter.detach()):
             # Hub files of GPT-2 often lack the prefix.
             stored = index.get(hf_name) or index.get(hf_name.removeprefix("transformer."))
             if stored is None:
@@ -149,8 +136,8 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
             if stored.kind not in ("F64", "F32", "F16", "BF16"):
                 raise ConfigError(f"{where} holds {stored.kind}; quantised weights are not read")
             parts.append(stored)
-            used[stored.name] = name
-        readers[name] = functools.partial(_read, config, name, parameter.shape, parts)
+            used[stored.name] = weight.name
+        readers[weight.name] = functools.partial(_read, weight, parts)
     for name in index.keys() - used.keys():
         if config.tie_word_embeddings and name == "lm_head.weight":
             embed = next(theirs for theirs, ours in used.items() if ours == "embed.weight")
@@ -188,14 +175,18 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
     readers = {}
     try:
         stored = parse_json((directory / "manifest.json").read_text())["manifest"]["tensors"]
-        for name, parameter in model.weights():
+        for weight, parameter in model.weights():
+            name = weight.name
             if (tensor := stored.get(f"p/{name}")) is None:
                 raise ConfigError(f"{directory}: has no {name}; is it a checkpoint of that model?")
             if (shape := list(tensor["shape"])) != list(parameter.shape):
                 raise _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
-            parts = [Part(**part) for part in tensor["parts"]]
-            block = [0] * len(shape), shape, torch.float32
-            readers[name] = functools.partial(read_block, directory, f"p/{name}", parts, *block)
+            if tensor.get("groups", 1) != weight.groups:
+                raise ConfigError(f"{directory}: {name} {OTHER_ORDER}")
+            parts = [StoredShard(part["file"], Shard(*part["shard"])) for part in tensor["parts"]]
+            whole = Shard((0,) * len(shape), tuple(shape))
+            read = (directory, f"p/{name}", parts, whole, torch.float32)
+            readers[name] = functools.partial(read_block, *read)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -203,13 +194,13 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
     return readers
 
 
-def _read(config: ModelConfig, name: str, shape: Sequence[int], parts: list[_Stored]) -> Tensor:
+def _read(weight: Weight, parts: list[_Stored]) -> Tensor:
     values = []
     for part in parts:
         values.append(part.read())
         if not values[-1].isfinite().all():
             raise ConfigError(f"{part.path}: {part.name} holds numbers that are not finite")
-    return _converted(config, name, torch.cat(values), shape)
+    return from_hf(weight, values)
 
 
 def _index(directory: Path) -> dict[str, _Stored]:
@@ -242,12 +233,16 @@ def _index(directory: Path) -> dict[str, _Stored]:
     return stored
 
 
-def _tensors_of(model: HasWeights, write: bool) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors by their Hugging Face names, on ranks that `write`; all ranks iterate."""
-    parts = ((name, parameter.detach()) for name, parameter in model.weights())
-    for name, value in model.layout.wholes(model.config, parts):
+def hf_tensors_of(model: HasWeights, write: bool) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors by their Hugging Face names, or its adapters', on ranks that `write`.
+
+    All ranks iterate.
+    """
+    kinds = {"lora_a", "lora_b"}
+    parts = ((w, p.detach()) for w, p in model.weights() if not model.lora or w.kind in kinds)
+    for weight, value in model.layout.wholes(parts):
         if write:
-            yield from to_hf(model.config, name, value)
+            yield from to_hf(weight, value)
 
 
 @torch.no_grad()
@@ -257,8 +252,7 @@ def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True
     Where ranks share parameters, every rank calls this, and only the one with `write` keeps and writes.
     """
     directory, config, prefix = Path(directory), model.config, "adapter_" if model.lora else ""
-    pairs = adapters_of(model) if model.lora else _tensors_of(model, write)
-    tensors = {name: value.cpu() for name, value in pairs if write}
+    tensors = {name: value.cpu() for name, value in hf_tensors_of(model, write)}
     if not write:
         return
     directory.mkdir(parents=True, exist_ok=True)

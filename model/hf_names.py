@@ -1,9 +1,37 @@
-"""Names of tensors in Hugging Face files, and their rows. Needs no torch."""
+"""The tensors of Hugging Face files that our parameters are made of. Needs no torch."""
 
-from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.shares import linear_shape
+from __future__ import annotations
 
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from llm_train_bench.model.config import ModelConfig
+
+
+class HfTensor(NamedTuple):
+    """A tensor of a file, and the segments of our parameter's rows that it has, by their numbers.
+
+    Rows of several segments alternate where there are several `groups`: the first group of each segment,
+    then the second of each. A name with {} stands for one tensor of each expert.
+    """
+
+    name: str
+    segments: tuple[int, ...] = (0,)
+    groups: int = 1
+    transposed: bool = False
+    """Whether it is (in, out)."""
+
+    @property
+    def layer(self) -> str:
+        """The name of its layer: the part before `weight`."""
+        return self.name.split(".")[-2]
+
+
+# By module, each without the prefix of its block. A key that ends with a parameter's kind has the whole
+# name; modules of recurrent layers are called `recurrent` here.
 GPT2_NAMES = {
+    "blocks": "transformer.h",
     "embed": "transformer.wte",
     "positions": "transformer.wpe",
     "norm": "transformer.ln_f",
@@ -14,7 +42,17 @@ GPT2_NAMES = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-LLAMA_NAMES = {
+
+
+def recurrent_names(module: str) -> dict[str, str]:
+    """The names in layers with states, whose module is called so."""
+    names = dict(project="in_proj", conv="conv1d", gated_norm="norm", out="out_proj")
+    names |= dict(decay="A_log", step_bias="dt_bias", skip="D")
+    return {f"recurrent.{ours}": f"{module}.{theirs}" for ours, theirs in names.items()}
+
+
+LLAMA_NAMES = recurrent_names("linear_attn") | {
+    "blocks": "model.layers",
     "embed": "model.embed_tokens",
     "norm": "model.norm",
     "attn_norm": "input_layernorm",
@@ -31,6 +69,8 @@ LLAMA_NAMES = {
     "mlp.gate_up": "mlp.gate_proj mlp.up_proj",
     "mlp.down": "mlp.down_proj",
     "mlp.router": "mlp.gate",
+    "mlp.experts.gate_up": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
     "mlp.shared.gate_up": "mlp.shared_experts.gate_proj mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
@@ -41,20 +81,25 @@ QWEN_HYBRID = {
     "mlp.shared.down": "mlp.shared_expert.down_proj",
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
-QWEN35 = {"attn.project": " ".join(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))}
-# Where the parameters of layers with states are, if not in linear_attn; and their names.
-MIXERS = dict(nemotron_h="mixer", granitemoehybrid="mamba")
-MIXER_NAMES = {"attn.project": "in_proj", "attn.conv": "conv1d", "attn.gated_norm": "norm"}
-MIXER_NAMES |= {"attn.out": "out_proj"}
-MIXER_KINDS = dict(decay="A_log", step_bias="dt_bias", skip="D")
+QWEN35 = {"recurrent.project": " ".join(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))}
+BLOCK_SPARSE = {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate_up": "block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3",
+    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+}
+# All experts in one tensor.
+STACKED = {f"mlp.experts.{x}.weight": f"mlp.experts.{x}_proj" for x in ("gate_up", "down")}
 # Names that differ in single families.
 FAMILY_NAMES = {
-    "mixtral": {"mlp.router": "block_sparse_moe.gate"},
-    "gpt_oss": {"mlp.router": "mlp.router"},
+    "mixtral": BLOCK_SPARSE,
+    "mistral4": STACKED,
+    "gpt_oss": STACKED
+    | {f"mlp.experts.{x}.bias": f"mlp.experts.{x}_proj_bias" for x in ("gate_up", "down")}
+    | {"mlp.router": "mlp.router"},
     "phi3": {"attn.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_proj"},
     "olmo2": {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
-    "minimax_m2": {
-        "mlp.router": "block_sparse_moe.gate",
+    "minimax_m2": BLOCK_SPARSE
+    | {
         "mlp.router.correction": "block_sparse_moe.e_score_correction_bias",
     },
     "hy_v3": {
@@ -64,17 +109,23 @@ FAMILY_NAMES = {
         "mlp.shared.down": "mlp.shared_mlp.down_proj",
     },
     "gemma3_text": AROUND,
-    "qwen3_next": QWEN_HYBRID | {"attn.project": "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"},
+    "qwen3_next": QWEN_HYBRID
+    | {"recurrent.project": "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"},
     "qwen3_5_text": QWEN35,
     "qwen3_5_moe_text": QWEN_HYBRID | QWEN35,
-    "granitemoehybrid": {
+    "granitemoehybrid": recurrent_names("mamba")
+    | {
         "mlp.gate_up": "shared_mlp.input_linear",
         "mlp.down": "shared_mlp.output_linear",
         "mlp.shared.gate_up": "shared_mlp.input_linear",
         "mlp.shared.down": "shared_mlp.output_linear",
         "mlp.router": "block_sparse_moe.router.layer",
+        "mlp.experts.gate_up": "block_sparse_moe.input_linear",
+        "mlp.experts.down": "block_sparse_moe.output_linear",
     },
-    "nemotron_h": {
+    "nemotron_h": recurrent_names("mixer")
+    | {
+        "blocks": "backbone.layers",
         "embed": "backbone.embeddings",
         "norm": "backbone.norm_f",
         "attn_norm": "norm",
@@ -84,6 +135,8 @@ FAMILY_NAMES = {
         "mlp.up": "mixer.up_proj",
         "mlp.down": "mixer.down_proj",
         "mlp.router": "mixer.gate",
+        "mlp.experts.up": "mixer.experts.{}.up_proj",
+        "mlp.experts.down": "mixer.experts.{}.down_proj",
         "mlp.latent_down": "mixer.fc1_latent_proj",
         "mlp.latent_up": "mixer.fc2_latent_proj",
         "mlp.shared.up": "mixer.shared_experts.up_proj",
@@ -93,74 +146,54 @@ FAMILY_NAMES = {
 FAMILY_NAMES["olmo3"] = FAMILY_NAMES["olmo2"]
 
 
-def hf_names(config: ModelConfig, name: str) -> list[str]:
-    """The Hugging Face tensors that, stacked along dimension 0, make up our parameter `name`."""
-    family, gpt2 = config.model_type, config.model_type == "gpt2"
-    theirs = GPT2_NAMES if gpt2 else LLAMA_NAMES | FAMILY_NAMES.get(family, {})
-    module, kind = name.rsplit(".", 1)
-    if not module.startswith("blocks."):
-        return [f"{theirs.get(module, module)}.{kind}"]
-    _, layer, part = module.split(".", 2)
-    base = "backbone" if family == "nemotron_h" else "model"
-    prefix = f"transformer.h.{layer}" if gpt2 else f"{base}.layers.{layer}"
-    if part.startswith("mlp.experts."):
-        return [f"{prefix}.{name}" for name in _expert_names(config, part.split(".")[-1], kind)]
-    if (whole := theirs.get(f"{part}.{kind}")) is not None:
-        return [f"{prefix}.{whole}"]
-    if int(layer) in config.recurrent.layers and part.split(".")[0] == "attn":
-        mixer = MIXERS.get(family, "linear_attn")
-        if part == "attn":
-            return [f"{prefix}.{mixer}.{MIXER_KINDS[kind]}"]
-        if part not in theirs or part == "attn.out":
-            return [f"{prefix}.{mixer}.{MIXER_NAMES[part]}.{kind}"]
-    kind = {"correction": "e_score_correction_bias"}.get(kind, kind)
-    names = theirs.get(part, f"self_{part}")  # self_attn, self_attn.q_norm and self_attn.k_norm
-    return [f"{prefix}.{each}.{kind}" for each in names.split()]
-
-
-def _expert_names(config: ModelConfig, part: str, kind: str) -> list[str]:
-    """Names of the tensors of all experts, those of the first expert first."""
-    if config.model_type == "gpt_oss":  # all experts in one tensor
-        return [f"mlp.experts.{part}_proj" + ("_bias" if kind == "bias" else "")]
-    if config.model_type == "mistral4":
-        return [f"mlp.experts.{part}_proj"]
-    if config.model_type == "granitemoehybrid":
-        which = {"gate_up": "input", "down": "output"}[part]
-        return [f"block_sparse_moe.{which}_linear.weight"]
-    if config.model_type == "nemotron_h":
-        inner, names = "mixer.experts", {"up": ("up_proj",), "down": ("down_proj",)}
-    elif config.model_type in ("mixtral", "minimax_m2"):
-        inner, names = "block_sparse_moe.experts", {"gate_up": ("w1", "w3"), "down": ("w2",)}
+def hf_tensors(
+    config: ModelConfig, layer: int | None, module: str, kind: str, segments: int
+) -> tuple[HfTensor, ...]:
+    """The tensors that make up a parameter of so many segments."""
+    names = GPT2_NAMES
+    if config.model_type != "gpt2":
+        names = LLAMA_NAMES | FAMILY_NAMES.get(config.model_type, {})
+    prefix, part = "", module
+    if layer is not None:
+        prefix = f"{names['blocks']}.{layer}."
+        if config.layers[layer].mixer == "recurrent":
+            part = re.sub(r"^attn\b", "recurrent", module)
+    if (exact := names.get(f"{part}.{kind}")) is not None:
+        found = [exact]
     else:
-        inner, names = "mlp.experts", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-    return [f"{inner}.{e}.{p}.{kind}" for e in range(config.experts.number) for p in names[part]]
+        kind = "e_score_correction_bias" if kind == "correction" else kind
+        default = f"self_{part}" if part.startswith("attn") else part
+        found = [f"{name}.{kind}" for name in names.get(part, default).split()]
+    places = segments_of_files(config, part)
+    if places is None:
+        each = [(number,) for number in range(segments)]
+        places = [(segment, 1) for segment in (each if len(found) > 1 else [sum(each, ())])]
+    transposed = kind == "weight" and (
+        (config.model_type == "gpt2" and "." in module)
+        or (config.model_type == "gpt_oss" and module.startswith("mlp.experts."))
+    )
+    return tuple(
+        HfTensor(prefix + name, *place, transposed)
+        for name, place in zip(found, places, strict=True)
+    )
 
 
-def row_sizes(config: ModelConfig, name: str, names: list[str]) -> list[int] | None:
-    """Rows of each of the tensors that make up a parameter; None where they are alike."""
-    module, q, kv = name.split(".")[-2], config.query_size, config.kv_size
-    if module == "qkv" and len(names) == 3:
-        return [q * (1 + config.output_gate), kv, kv]
-    if module != "project" or len(names) == 1:
+def segments_of_files(
+    config: ModelConfig, part: str
+) -> list[tuple[tuple[int, ...], int]] | None:
+    """The segments that each tensor of a part has, and their groups; None where they are in our order."""
+    if part == "attn.qkv" and config.output_gate:  # a head's queries, then its gates
+        return [((0, 3), config.num_attention_heads), ((1,), 1), ((2,), 1)]
+    if part == "mlp.experts.gate_up" and config.model_type == "gpt_oss":  # they alternate
+        assert config.experts is not None
+        return [((0, 1), config.experts.size)]
+    r = config.recurrent
+    if r is None or part not in ("recurrent.project", "recurrent.conv"):
         return None
-    *wide, b, a = config.recurrent.segments
-    if len(names) == 2:
-        return [sum(wide), b + a]
-    return [sum(wide[:3]), wide[3], b, a]
-
-
-def adapted_rows(config: ModelConfig, name: str, targets: frozenset[str]) -> list[tuple[int, bool]]:
-    """Rows of the layers that `name` fuses, and which of them are targets; none if no one is.
-
-    A target is the last part of a layer's name in Hugging Face's files, such as q_proj; `all` are all. In
-    models with experts they are of attention alone: peft takes the names of MLPs there for experts.
-    """
-    if config.experts and ".mlp." in name:
-        return []
-    names = hf_names(config, f"{name}.weight")
-    wanted = [bool(targets & {"all", hf.split(".")[-2]}) for hf in names]
-    if not any(wanted):
-        return []
-    alike = [linear_shape(config, name)[0] // len(names)] * len(names)
-    rows = row_sizes(config, f"{name}.weight", names) or alike
-    return [*zip(rows, wanted, strict=True)]
+    if not r.delta:  # gates, values, B, C, steps
+        return [((3, 2, 1, 0, 4) if part == "recurrent.project" else (2, 1, 0), 1)]
+    if part == "recurrent.conv":
+        return None
+    if config.model_type == "qwen3_next":
+        return [((0, 1, 2, 3), r.groups), ((4, 5), r.groups)]
+    return [((0, 1, 2), 1), ((3,), 1), ((4,), 1), ((5,), 1)]

@@ -10,14 +10,13 @@ make it, so that every device has the same values, bit for bit, in every layout 
 import functools
 import hashlib
 import importlib.util
-import math
 
 import torch
 from torch import Tensor
 
-from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.hf import Pretrained
+from llm_train_bench.model.hf import Pretrained, segment_rows
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.weights import Ramp, Weight
 
 
 @torch.no_grad()
@@ -30,46 +29,32 @@ def materialize(
     they are read instead, one parameter at a time.
     """
     model.to_empty(device=device)
-    for name, parameter in model.weights():
-        fill(parameter, name, model.config, seed, weights)
+    for weight, parameter in model.weights():
+        fill(parameter, weight, seed, weights)
 
 
 def fill(
-    parameter: Tensor, name: str, config: ModelConfig, seed: int, weights: Pretrained | None = None
+    parameter: Tensor, weight: Weight, seed: int, pretrained: Pretrained | None = None
 ) -> None:
-    """Set or read one whole parameter in place; `name` is its dotted name in the model."""
-    *_, module, kind = name.split(".")
-    if kind == "lora_a":  # as torch.nn.Linear's, and peft's
-        fill_normal(parameter, (3 * parameter.shape[1]) ** -0.5, f"{seed}/{name}")
-    elif kind == "lora_b":
-        parameter.zero_()
-    elif weights:
-        value = weights[name]()
-        parameter[: len(value)].copy_(value)
-        parameter[len(value) :].zero_()  # padding rows
-    elif kind in ("bias", "correction", "sinks"):
-        parameter.zero_()
-    elif kind in STATE_SPACES:
-        low, high = STATE_SPACES[kind]
-        parameter.copy_(torch.linspace(low, high, len(parameter), device="cpu"))
-    elif module.endswith(("norm", "_after")):
-        plain = module == "gated_norm" or not config.norm_offset
-        parameter.fill_(1.0 if plain else 0.0)
-    elif module == "conv":
-        fill_normal(parameter, config.recurrent.kernel**-0.5, f"{seed}/{name}")
+    """Set or read one whole parameter in place.
+
+    Rows take their random numbers segment by segment, whatever the order in which they lie.
+    """
+    real = parameter[: len(parameter) - weight.padding]
+    parameter[len(real) :].zero_()
+    if pretrained is not None and weight.name in pretrained:
+        real.copy_(pretrained[weight.name]()[: len(real)])
+    elif isinstance(weight.init, Ramp):
+        ramp = torch.linspace(*weight.init, real.numel(), device="cpu")
+        real.copy_(ramp.view_as(real))
+    elif weight.groups == 1:
+        fill_normal(real, weight.init.std, f"{seed}/{weight.name}")
     else:
-        std = config.initializer_range
-        if module in ("out", "down"):
-            std /= math.sqrt(2 * config.num_hidden_layers)
-        # Padding rows come last and take no random numbers: the others are what they are without.
-        rows = config.vocab_size if module in ("embed", "lm_head") else len(parameter)
-        fill_normal(parameter[:rows], std, f"{seed}/{name}")
-        parameter[rows:].zero_()
+        values = torch.empty_like(real)
+        fill_normal(values, weight.init.std, f"{seed}/{weight.name}")
+        real[torch.cat(segment_rows(weight)).to(real.device)] = values
 
 
-# First values of the parameters of recurrent layers, from the first to the last head. The state's rates
-# are 1 to 16, and steps about 0.001 to 0.1, as in Mamba2: the logarithms, and the inverse of softplus.
-STATE_SPACES = {"decay": (0.0, math.log(16.0)), "step_bias": (-6.9, -2.25), "skip": (1.0, 1.0)}
 LEVELS = 2**16
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Hashes made at once: their temporary tensors fit a CPU's cache, or take 64 MiB on a GPU.

@@ -148,7 +148,7 @@ Mask = Seen | BlockMask | None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (B, T, H, D) by tables of (T, D / 2) or (B, T, D / 2); halves are paired as in Hugging Face.
+    """Rotate (B, T, ..., D) by tables of (T, D / 2) or (B, T, D / 2); halves are paired as in Hugging Face.
 
     In fp32, rounded once. With tables of fewer elements the rest of a head stays as it is.
     """
@@ -156,7 +156,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat((apply_rope(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
     if torch.compiler.is_compiling():  # one fused kernel
         first, second = x.float().chunk(2, dim=-1)
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        cos, sin = _over_heads(cos, x), _over_heads(sin, x)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
     return _Rotation.apply(x, cos, sin)
 
@@ -175,8 +175,13 @@ class _Rotation(torch.autograd.Function):
         return _rotate(grad, cos, sin, -1), None, None
 
 
+def _over_heads(table: Tensor, x: Tensor) -> Tensor:
+    """A table with a dimension of 1 for each of x's dimensions between T and D."""
+    return table.unflatten(-2, (-1, *[1] * (x.ndim - 3)))
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    cos, sin = _over_heads(cos, x), _over_heads(sin, x)
     rotated = torch.empty_like(x)
     (first, second), (low, high) = x.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
     # The kernels read x's dtype, compute in that of the tables, and write x's dtype.
@@ -262,7 +267,8 @@ def attend(
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; one fused q, k, v projection.
 
-    A layout of several ranks has a part of the heads on each. With `blocks`, which apply_kernels sets,
+    The projection has the rows of a key/value head together: of its query heads, key and value (and
+    gates). A layout of several ranks has a part of the heads on each. With `blocks`, which apply_kernels sets,
     causal attention without dropout is computed by block_attention.py.
     """
 
@@ -278,9 +284,10 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         self.whole_norm = config.whole_qk_norm
         d, D = config.hidden_size, config.head_dim
-        self.heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
-        self.heads += [self.n_heads] if config.output_gate else []
-        self.qkv = nn.Linear(d, sum(self.heads) * D, bias=config.qkv_bias)
+        shared = self.n_heads // self.n_kv_heads
+        # Heads of a group: of queries, keys, values and perhaps gates.
+        self.heads = [shared, 1, 1, shared] if config.output_gate else [shared, 1, 1]
+        self.qkv = nn.Linear(d, self.n_kv_heads * sum(self.heads) * D, bias=config.qkv_bias)
         self.out = nn.Linear(self.n_heads * D, d, bias=config.attention_out_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -291,21 +298,23 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); `rope` is the tables for T positions."""
-        qkv = self.layout.columns(self.qkv, x).unflatten(-1, (sum(self.heads), self.head_dim))
-        B, T, _, _ = qkv.shape
-        q, k, v, *gate = qkv.split(self.heads, dim=2)
+        groups = self.n_kv_heads, sum(self.heads), self.head_dim
+        qkv = self.layout.columns(self.qkv, x).unflatten(-1, groups)
+        q, k, v, *gate = qkv.split(self.heads, dim=3)  # (B, T, K, heads of a group, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.normed(q, k) if self.whole_norm else (self.q_norm(q), self.k_norm(k))
         if rope is not None:
             q, k = apply_rope(q, rope.cos, rope.sin), apply_rope(k, rope.cos, rope.sin)
+        q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
+        if rope is not None:
             q = rope.scaled(q)
         y = self.layout.attend(self.attend, q, k, v, mask)
         if gate:
-            y = y * torch.sigmoid(gate[0])
-        return self.layout.reduce(self.out, y.reshape(B, T, self.n_heads * self.head_dim))
+            y = y * torch.sigmoid(gate[0]).flatten(2, 3)
+        return self.layout.reduce(self.out, y.flatten(2))
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, H, D) queries and (B, T, K, D) keys after norms that span the heads of all ranks."""
+        """Queries and keys (B, T, ..., D) after norms that span the heads of all ranks."""
         norms: Any = self.q_norm, self.k_norm
         parts = q, k
         if self.layout.tp == 1:
@@ -417,7 +426,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     """Perceptron of two layers: d to f, activation, f to d, as GPT-2's; or gated, gate and up fused.
 
-    The gated one is SwiGLU when the activation is SiLU (Shazeer 2020).
+    The gated one is SwiGLU when the activation is SiLU (Shazeer 2020). Its rows are in groups, each of some
+    gates and as many of up, so that a rank's share is one range.
     """
 
     up: nn.Linear
@@ -428,6 +438,7 @@ class MLP(nn.Module):
         super().__init__()
         self.layout, self.gated = layout, config.gated_mlp
         d, f = config.hidden_size, (size or config.intermediate_size) // layout.tp
+        self.groups = config.mlp_groups(f * layout.tp) // layout.tp
         name, rows = ("gate_up", 2 * f) if self.gated else ("up", f)
         self.register_module(name, nn.Linear(d, rows, bias=config.mlp_bias))
         self.down = nn.Linear(f, d, bias=config.mlp_bias)
@@ -436,5 +447,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
             return self.layout.reduce(self.down, self.activation(self.layout.columns(self.up, x)))
-        gate, up = self.layout.columns(self.gate_up, x).chunk(2, dim=-1)
-        return self.layout.reduce(self.down, self.activation(gate) * up)
+        both = self.layout.columns(self.gate_up, x).unflatten(-1, (self.groups, 2, -1))
+        gate, up = both.unbind(-2)
+        return self.layout.reduce(self.down, (self.activation(gate) * up).flatten(-2))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.operators import OwnFunction
-from llm_train_bench.model.shapes import NO_LORA
-from llm_train_bench.model.shares import cuts, divided
+from llm_train_bench.model.weights import Lora, Weight
 
 # Queries (B, T, H, D), keys and values (B, S, K, D), a mask and the first head's number to (B, T, H, D).
 Attend = Callable[..., Tensor]
@@ -138,16 +137,14 @@ class Layout:
         out = out.unflatten(0, weights.shape) * weights[..., None]
         return out.sum(dim=1, dtype=out.dtype)  # or CUDA's autocast would sum to fp32
 
-    def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
-        """A parameter of that name, or its gradient, whole; all ranks call this."""
+    def whole(self, weight: Weight, tensor: Tensor) -> Tensor:
+        """A parameter, or its gradient, whole; all ranks call this."""
         return tensor
 
-    def wholes(
-        self, config: ModelConfig, parts: Iterable[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """All parameters of the model, or their gradients, whole, by name; `parts` are this rank's."""
-        for name, tensor in parts:
-            yield name, self.whole(config, name, tensor)
+    def wholes(self, parts: Iterable[tuple[Weight, Tensor]]) -> Iterator[tuple[Weight, Tensor]]:
+        """All parameters of the model, or their gradients, whole; `parts` are this rank's."""
+        for weight, tensor in parts:
+            yield weight, self.whole(weight, tensor)
 
     def gradients(self, model: "HasWeights") -> Any:
         """What completes and measures the gradients of several ranks (parallel/layout.py), or None."""
@@ -178,29 +175,8 @@ class HasWeights(nn.Module):
 
     config: ModelConfig
     layout: Layout
-    lora = NO_LORA
+    lora: Lora | None = None
 
-    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter under its name in the plain model, by which it is initialised and saved."""
+    def weights(self) -> Iterator[tuple[Weight, nn.Parameter]]:
+        """Every parameter with its row, by which it is initialised, divided and saved."""
         raise NotImplementedError
-
-
-def own_part(config: ModelConfig, name: str, whole: Tensor, layout: Layout) -> Tensor:
-    """A rank's part of a whole parameter, before FSDP divides it further."""
-    how = divided(config, name)
-    if how is None or (n := getattr(layout, how[0])) == 1:
-        return whole
-    kind, dim, _ = how
-    mine = cuts(config, name, n, getattr(layout, f"{kind}_rank"))
-    return torch.cat([whole.narrow(dim, cut.start, len(cut)) for cut in mine], dim)
-
-
-def joined(config: ModelConfig, name: str, parts: list[Tensor]) -> Tensor:
-    """The inverse of `own_part`, of the parts of all ranks of its kind, in their order."""
-    if (how := divided(config, name)) is None:
-        return parts[0]
-    dim, by_rank = how[1], []
-    for rank, part in enumerate(parts):
-        sizes = [len(cut) for cut in cuts(config, name, len(parts), rank)]
-        by_rank.append(part.split(sizes, dim))
-    return torch.cat([piece for segment in zip(*by_rank, strict=True) for piece in segment], dim)

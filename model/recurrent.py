@@ -144,17 +144,25 @@ def scan(
 
 
 class CausalConv(nn.Module):
-    """A convolution of each channel over the last positions of its document."""
+    """A convolution of each channel over the last positions of its document.
 
-    def __init__(self, channels: int, kernel: int, bias: bool):
+    Its channels are in groups, each with so many of several segments.
+    """
+
+    def __init__(self, groups: int, sizes: list[int], kernel: int, bias: bool):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, kernel))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.groups, self.sizes = groups, sizes
+        self.weight = nn.Parameter(torch.empty(groups * sum(sizes), kernel))
+        self.bias = nn.Parameter(torch.empty(groups * sum(sizes))) if bias else None
 
-    def forward(self, x: Tensor, begin: int, starts: Tensor | None) -> Tensor:
-        """(B, T, c) of the channels from `begin` on."""
-        part = slice(begin, begin + x.shape[2])
-        weight = self.weight[part].to(x.dtype)
+    def forward(self, x: Tensor, segment: int, begin: int, starts: Tensor | None) -> Tensor:
+        """(B, T, c) of a segment's channels from `begin` on."""
+
+        def own(table: Tensor) -> Tensor:
+            rows = table.unflatten(0, (self.groups, -1)).split(self.sizes, dim=1)[segment]
+            return rows.flatten(0, 1)[begin : begin + x.shape[2]].to(x.dtype)
+
+        weight = own(self.weight)
         y, T, K = x * weight[:, -1], x.shape[1], weight.shape[1]
         for back in range(1, min(K, T)):
             earlier = F.pad(x[:, : T - back], (0, 0, back, 0))
@@ -162,7 +170,7 @@ class CausalConv(nn.Module):
                 inside = torch.arange(T, device=x.device) - back >= starts
                 earlier = earlier * inside.unsqueeze(-1)
             y = y + earlier * weight[:, -1 - back]
-        return y if self.bias is None else y + self.bias[part].to(x.dtype)
+        return y if self.bias is None else y + own(self.bias)
 
 
 class GatedNorm(nn.Module):
@@ -192,31 +200,30 @@ class RecurrentMixer(nn.Module):
         r, d, tp = config.recurrent, config.hidden_size, layout.tp
         self.options, self.layout = r, layout
         self.groups, self.heads = r.groups // tp, r.heads // tp
-        self.key, self.value = self.groups * r.state, self.heads * r.head_dim
-        gates = self.heads * (2 if r.delta else 1)
-        self.sizes = [self.key, self.key, self.value, self.value, gates]
-        self.project = nn.Linear(d, sum(self.sizes), bias=r.bias)
-        self.conv = CausalConv(2 * self.key + self.value, r.kernel, r.conv_bias)
+        value = self.heads * r.head_dim
+        # Rows of a group: of queries, keys, values, gates of values, and of steps.
+        self.sizes = [rows // r.groups for rows in r.segments]
+        self.project = nn.Linear(d, self.groups * sum(self.sizes), bias=r.bias)
+        self.conv = CausalConv(self.groups, self.sizes[:3], r.kernel, r.conv_bias)
         self.decay = nn.Parameter(torch.empty(self.heads))
         self.step_bias = nn.Parameter(torch.empty(self.heads))
         self.skip = None if r.delta else nn.Parameter(torch.empty(self.heads))
         group = r.head_dim if r.delta else r.heads * r.head_dim // r.norm_groups
-        size = r.head_dim if r.delta else self.value
+        size = r.head_dim if r.delta else value
         self.gated_norm = GatedNorm(size, group, config.norm_eps, gate_first=not r.delta)
-        self.out = nn.Linear(self.value, d, bias=r.bias)
+        self.out = nn.Linear(value, d, bias=r.bias)
         self.activation = ACTIVATIONS[config.recurrent.activation]
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); a `mask` has the starts of documents on x's device."""
         r = self.options
-        q, k, v, z, gates = self.layout.columns(self.project, x).split(self.sizes, dim=-1)
-        q, k = (each.unflatten(-1, (self.groups, r.state)) for each in (q, k))
+        rows = self.layout.columns(self.project, x).unflatten(-1, (self.groups, -1))
+        q, k, v, z, *gates = rows.split(self.sizes, dim=-1)  # (B, T, G, rows of a group)
         if (repeats := self.layout.cp // self.groups) > 1:  # so that each cp rank has a group
             q, k = (each.repeat_interleave(repeats, 2) for each in (q, k))
-        v = v.unflatten(-1, (self.heads, r.head_dim))
-        gates = gates.unflatten(-1, (-1, self.heads)).transpose(-1, -2)
-        y = self.layout.attend(self.mix, q, k, torch.cat((v, gates), dim=-1), mask)
-        y = self.gated_norm(y.flatten(2), z)
+        v = torch.cat((v.unflatten(-1, (-1, r.head_dim)), torch.stack(gates, dim=-1)), dim=-1)
+        y = self.layout.attend(self.mix, q, k, v.flatten(2, 3), mask)
+        y = self.gated_norm(y.flatten(2), z.flatten(2))
         return self.layout.reduce(self.out, y)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int) -> Tensor:
@@ -230,10 +237,10 @@ class RecurrentMixer(nn.Module):
         v, gates = v.split((r.head_dim, v.shape[3] - r.head_dim), dim=-1)
         group, head = first // repeats * r.state, first // G * H
         heads = slice(head, head + H)
-        begins = group, self.key + group, 2 * self.key + head * r.head_dim
+        parts = enumerate(((q, group), (k, group), (v, head * r.head_dim)))
         q, k, v = (
-            self.activation(self.conv(x.flatten(2), begin, starts)).view(x.shape)
-            for x, begin in zip((q, k, v), begins, strict=True)
+            self.activation(self.conv(x.flatten(2), segment, begin, starts)).view(x.shape)
+            for segment, (x, begin) in parts
         )
         with no_autocast(q.device):
             rate = -self.decay[heads].float().exp()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Container
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,33 +138,6 @@ class Recurrent:
         return self.segments[:3]
 
 
-@dataclasses.dataclass(frozen=True)
-class Lora:
-    """Adapters of a frozen model."""
-
-    rank: int
-    alpha: float
-    targets: frozenset[str]
-    base_bytes: int
-    """Bytes of a frozen number."""
-    shapes: tuple[tuple[int, str, int, int, int], ...] = ()
-    """By adapted layer: its block, kind, inputs, adapted rows, and fused layers that have an adapter."""
-
-    def __bool__(self) -> bool:
-        return self.rank > 0
-
-    @property
-    def numbers(self) -> int:
-        """Parameters of all adapters."""
-        return self.numbers_of({layer for layer, *_ in self.shapes})
-
-    def numbers_of(self, layers: Container[int]) -> int:
-        """Those of the adapters in some blocks."""
-        shapes = [shape for layer, _, *shape in self.shapes if layer in layers]
-        return sum(self.rank * (n * width + rows) for width, rows, n in shapes)
-
-
 # Of models without them, and false.
-NO_LORA = Lora(0, 0.0, frozenset(), 4)
 NO_EXPERTS, NO_LATENT = Experts(0, 0, 0), Latent(None, 0, 0, 0, 0)
 NO_RECURRENT = Recurrent((), False, 0, 0, 0, 0, 0, 0)

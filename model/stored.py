@@ -9,21 +9,28 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from llm_train_bench.model.weights import Shard
+
 DTYPES = dict(F64=torch.float64, F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)
 DTYPES |= dict(U8=torch.uint8, I64=torch.int64)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+# What is said of a tensor whose rows lie in other groups.
+OTHER_ORDER = (
+    "has its rows in another order: it is of an earlier version, or one of both runs has Transformer "
+    "Engine's modules; export it there, and give the export to --init-from"
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A block of a tensor: its file, its place, and its key in the file if not the tensor's name."""
+class StoredShard:
+    """A shard of a tensor, and the file that has it."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (it is part of a manifest's schema)
 
     file: str
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    key: str = ""
+    shard: Shard
 
 
 def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -43,28 +50,22 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def read_block(
-    directory: Path,
-    name: str,
-    parts: Sequence[Part],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    dtype: torch.dtype,
+    directory: Path, name: str, parts: Sequence[StoredShard], shard: Shard, dtype: torch.dtype
 ) -> Tensor:
-    """Any block of a stored tensor, on the CPU; only the bytes that it needs are read."""
-    block = torch.empty(tuple(lengths), dtype=dtype)
+    """Any shard of a stored tensor, on the CPU; only the bytes that it needs are read."""
+    block = torch.empty(shard.sizes, dtype=dtype)
     filled = 0
     for part in parts:
         cut = [
             (max(a, b), min(a + n, b + m), a, b)
-            for a, n, b, m in zip(offsets, lengths, part.offsets, part.lengths, strict=True)
+            for a, n, b, m in zip(*shard, *part.shard, strict=True)
         ]
         if any(end <= begin for begin, end, _, _ in cut):
             continue
         ours = tuple(slice(begin - a, end - a) for begin, end, a, _ in cut)
         theirs = tuple(slice(begin - b, end - b) for begin, end, _, b in cut)
         with safe_open(directory / part.file, framework="pt") as f:
-            key = part.key or name
-            value = f.get_slice(key)[theirs] if theirs else f.get_tensor(key)
+            value = f.get_slice(name)[theirs] if theirs else f.get_tensor(name)
         block[ours].copy_(value)
         filled += value.numel()
     if filled != block.numel():

@@ -33,7 +33,7 @@ from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, P
 from llm_train_bench.model.loss import LinearCrossEntropy, parted_loss
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.recurrent import RecurrentMixer
-from llm_train_bench.model.shares import part_of
+from llm_train_bench.model.weights import Weight, part_of
 
 
 def saved_ops(attention: bool) -> set:
@@ -159,14 +159,15 @@ class Transformer(HasWeights):
         if layout.tp > 1:
             self.loss.ranks, self.loss.width = layout.tp, part_of(V, layout.tp, 0)[1]
             self.loss.chunk_fn = functools.partial(parted_loss, layout.added, layout.highest, begin)
-        # A parameter's plain name, for blocks with exchanged modules (apply/fp8/te.py).
-        self.native_name: Callable[[str], str] = lambda name: name
+        # The rows of parameters by their names here: more with adapters, and other ones where modules are
+        # exchanged (apply/fp8/te.py).
+        self.table = dict(config.weights)
         self.ropes: dict[bool, Rope] = {}  # of layers with a window, if these have their own
         self.masks: dict[tuple[int, int | None], BlockMask] = {}
 
-    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def weights(self) -> Iterator[tuple[Weight, nn.Parameter]]:
         for name, parameter in self.named_parameters():
-            yield self.native_name(name), parameter
+            yield self.table[name], parameter
 
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, documents: Documents | None = None

@@ -244,14 +244,8 @@ def generator_digest(_) -> str:
 
 def wholes(model, named) -> dict[str, torch.Tensor]:
     """Copies of the named tensors of all ranks, whole."""
-    detached = ((n, t.detach()) for n, t in named.items())
-    return {n: tensor.clone() for n, tensor in model.layout.wholes(model.config, detached)}
-
-
-def unordered(config, name, whole, layout):
-    """A part of each weight as if nothing were fused."""
-    how = divided(config, name)
-    return whole if how is None else whole.chunk(layout.tp, how[1])[layout.tp_rank]
+    detached = ((weight, t.detach()) for weight, t in named.items())
+    return {weight.name: t.clone() for weight, t in model.layout.wholes(detached)}
 
 
 def restless(best):
@@ -270,7 +264,8 @@ MUTANTS = {
     "documents see each other": (
         transformer, "Seen", lambda window=None, starts=None, *rest: Seen(window, None, *rest)),
     "gradients are averaged": (fsdp, "sharded_modules", lambda model: []),
-    "fused weights are cut unordered": (fsdp, "own_part", unordered),
+    "fused weights lie in the order of files": (
+        init, "segment_rows", lambda weight: [torch.arange(sum(weight.segments))]),
     "norms' gradients stay partial": (
         Gradients, "partial", property(lambda self: [], lambda self, value: None)),
     "a tied head's gradients stay apart": (

@@ -11,8 +11,8 @@ from torch import nn
 from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
 from llm_train_bench.apply.precision import set_weights
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.formulas.collectives import ddp_bytes, fsdp_bytes
-from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
+from llm_train_bench.formulas.collectives import traffic
+from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.checkpoint.manifest import check_same_training, read_manifest
 from llm_train_bench.settings.flags import OptimizerFlags
@@ -90,11 +90,11 @@ def test_gradients_move_in_bf16_under_ddp_and_weights_under_fsdp():
     shape = config("deepseek_v3")
     argv = words("x.json --bf16-weights --seq-len 16 --bsz 1")
     work = plan_of(argv, "train_ddp.py", 2, config=shape).work
-    assert ddp_bytes(parameter_shapes(shape), work) == {"all_reduce": 2 * count_parameters(shape)}
-    plan, traffic = plan_of(argv, "train_fsdp.py", 4, config=shape), Traffic(False)
-    traffic.looking = False
-    with traffic:
+    assert traffic(work) == {"all_reduce": 2 * count_parameters(shape)}
+    plan, seen = plan_of(argv, "train_fsdp.py", 4, config=shape), Traffic(False)
+    seen.looking = False
+    with seen:
         traced_memory(plan.work, plan.optimizer)
-    moved = fsdp_bytes(parameter_shapes(shape), plan.work)
+    moved = traffic(plan.work)
     for kind in ("all_gather", "reduce_scatter"):
-        assert moved[kind] == traffic.bytes[kind] / 2, kind  # it traces two steps
+        assert moved[kind] == seen.bytes[kind] / 2, kind  # it traces two steps

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from llm_train_bench.base.token_files import write_tokens
-from llm_train_bench.formulas.collectives import ddp_bytes
+from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.work import Recompute
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import save_pretrained
@@ -270,6 +270,6 @@ def test_chosen_blocks_are_spread_evenly():
 
 
 def test_one_rank_of_ddp_moves_nothing_and_offloading_needs_a_gpu():
-    assert ddp_bytes({"a": (3, 4)}, plan_of([ROOT / BASE[0]], "train_ddp.py", 1).work) == {}
+    assert traffic(plan_of([ROOT / BASE[0]], "train_ddp.py", 1).work) == {}
     argv = [ROOT / BASE[0], "--cpu-offload"]  # is refused on a CPU alone
     assert plan_of(argv, "train_fsdp.py", 2).work.fsdp.shards == 2

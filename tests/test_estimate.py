@@ -25,10 +25,10 @@ from llm_train_bench.base.hardware import accuracy_of, constants, family_of, fin
 from llm_train_bench.estimate.predict import EstimateFlags, make_estimate
 from llm_train_bench.estimate.trainers import executed_by, find_trainer
 from llm_train_bench.formulas import memory_model, speed_model, step_events
-from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_parameters
+from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_weights
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import block_activations, estimate_memory
-from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
+from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.step_events import Clock, lay_out
 from llm_train_bench.formulas.work import Trainer
@@ -147,12 +147,11 @@ def test_fewer_experts_than_shards_are_gathered_once(ranks, flags, sizes, times)
     traffic.looking = False
     with traffic:
         traced_memory(work, plan.optimizer)
-    shapes = parameter_shapes(config)
-    moved = fsdp_bytes(shapes, work)
+    moved = fsdp_bytes(work)
     for kind in ("all_gather", "reduce_scatter"):
         assert moved[kind] == traffic.bytes[kind] / 2, kind  # it traces two steps
-    parts = rank_parameters(shapes, config, work.fsdp, 0)
-    padded = sum(part.padded for part in parts if ".experts." in part.name)
+    parts = rank_weights(config.weights.values(), config, work.fsdp, 0)
+    padded = sum(part.padded for part in parts if part.weight.of_experts)
     assert padded == times * 3 * 8 * config.hidden_size * config.experts.size // work.fsdp.ep
 
 

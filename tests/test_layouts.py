@@ -85,14 +85,14 @@ def test_parts_are_those_that_the_model_builds_and_join_to_the_whole(family, mon
     with torch.device("meta"):
         whole = dict(Transformer(shape, 8).weights())
         part = dict(Transformer(shape, 8, layout=Part(2, 1)).weights())
-    for name, parameter in whole.items():
-        full = torch.empty(parameter.shape)
-        fill(full, name, shape, 0)
-        parts = [layout.own_part(shape, name, full, Part(2, rank)) for rank in (0, 1)]
-        assert parts[1].shape == part[name].shape, name
-        assert whole_shape(shape, name, part[name].shape) == parameter.shape
-        if divided(shape, name) is not None:
-            assert torch.equal(layout.joined(shape, name, parts), full), name
+    for weight, parameter in whole.items():
+        assert weight.shape == parameter.shape, weight.name
+        shards = [weight.shard(Part(2, rank)) for rank in (0, 1)]
+        assert shards[1].sizes == part[weight].shape, weight.name
+        full = torch.arange(parameter.numel()).view(parameter.shape)
+        parts = [full[shard.slices] for shard in shards]
+        if weight.split is not None:
+            assert torch.equal(torch.cat(parts, weight.split.dimension), full), weight.name
 
 
 def test_experts_are_sharded_whole_unless_ranks_outnumber_them():

@@ -6,7 +6,7 @@ import torch
 from llm_train_bench.apply.muon import Muon, orthogonal
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
 from llm_train_bench.formulas.flops import muon_flops
-from llm_train_bench.model.shares import is_matrix, matrix_rows
+from llm_train_bench.model.hf import segment_rows
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests.helpers import built, config, plan_of
@@ -30,34 +30,33 @@ def test_a_step_is_pytorchs_for_each_matrix(family, monkeypatch):
     monkeypatch.setattr(torch, "bfloat16", torch.float32)  # as torch 2.15 names it
     model = model_of(family)
     gradients_of(model)
-    named = {n: p for n, p in model.weights() if p.requires_grad}
-    before = {n: p.detach().clone() for n, p in named.items()}
+    learnt = {weight: p for weight, p in model.weights() if p.requires_grad}
+    before = {weight: p.detach().clone() for weight, p in learnt.items()}
     expected, count = {}, 0
-    for name, parameter in named.items():
-        if not is_matrix(name, parameter.ndim):
+    for weight, parameter in learnt.items():
+        if not weight.is_matrix:
             continue
-        stack = before[name] if parameter.ndim == 3 else before[name][None]
+        stack = before[weight] if parameter.ndim == 3 else before[weight][None]
         grads = parameter.grad if parameter.ndim == 3 else parameter.grad[None]
-        rows = [n for n, _ in matrix_rows(model.config, name)]
-        assert sum(rows) == stack.shape[1]
+        assert sum(weight.segments) == stack.shape[1]
         wholes = []
         for matrix, grad in zip(stack, grads, strict=True):
-            parts = []
-            for part, g in zip(matrix.split(rows), grad.split(rows), strict=True):
-                own = torch.nn.Parameter(part.clone())
-                own.grad = g.clone()
+            after = torch.empty_like(matrix)
+            for rows in segment_rows(weight):
+                own = torch.nn.Parameter(matrix[rows])
+                own.grad = grad[rows]
                 options = dict(lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
                 torch.optim.Muon([own], **options).step()
-                parts.append(own.detach())
-                count += 1
-            wholes.append(torch.cat(parts))
-        expected[name] = torch.stack(wholes).view_as(before[name])
+                after[rows] = own.detach()
+            wholes.append(after)
+            count += 1
+        expected[weight] = torch.stack(wholes).view_as(before[weight])
     optimizer = build_optimizer(model, MUON)
     assert isinstance(optimizer, Muon) and len(optimizer.exchange.own) == count
     optimizer.step()
-    for name, after in expected.items():
-        step, theirs = named[name].detach() - before[name], after - before[name]
-        assert (step - theirs).norm() < 1e-3 * theirs.norm(), name
+    for weight, after in expected.items():
+        step, theirs = learnt[weight].detach() - before[weight], after - before[weight]
+        assert (step - theirs).norm() < 1e-3 * theirs.norm(), weight.name
 
 
 def test_the_rest_takes_the_steps_of_adamw():
@@ -65,8 +64,8 @@ def test_the_rest_takes_the_steps_of_adamw():
     for m, flags in ((model, MUON), (other, OptimizerFlags(lr=1e-2))):
         gradients_of(m)
         build_optimizer(m, flags).step()
-    for (name, a), (_, b) in zip(model.weights(), other.weights(), strict=True):
-        assert torch.equal(a, b) != is_matrix(name, a.ndim), name
+    for (weight, a), (_, b) in zip(model.weights(), other.weights(), strict=True):
+        assert torch.equal(a, b) != weight.is_matrix, weight.name
 
 
 def test_clipping_scales_the_gradients_that_muon_sees():

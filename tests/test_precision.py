@@ -375,7 +375,7 @@ def test_mxfp8_needs_multiples_by_who_multiplies(platform, multiple):
     argv = [*TINY[:-1], "--use-fp8", "--fp8-recipe", "mxfp8", "--bsz", "1"]
     shape = config("gpt2", n_embd=128, n_head=2, n_positions=256)
     plan = plan_of([*argv, "--seq-len", multiple], platform=platform, config=shape)
-    assert plan.work.fp8.layers == ("qkv", "out", "up", "down")
+    assert plan.work.fp8.layers == ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
     with pytest.raises(UsageError, match=f"tokens of a rank is not a multiple of {multiple};"):
         plan_of([*argv, "--seq-len", multiple + 16], platform=platform, config=shape)
 

@@ -6,16 +6,16 @@ each part of a fused layer. Where ranks divide a matrix, one has all of it for t
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_train_bench.apply.sharded import boxes, parameter_groups, place
+from llm_train_bench.apply.sharded import local_shard, parameter_groups, shard_of_whole
 from llm_train_bench.formulas.flops import ITERATIONS, muon_flops
-from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.shares import is_matrix, matrix_rows
+from llm_train_bench.model.layout import HasWeights, Layout
+from llm_train_bench.model.weights import Shard, Weight
 from llm_train_bench.settings.flags import OptimizerFlags
 
 MOMENTUM = 0.95
@@ -39,25 +39,38 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return x.mT if matrices.shape[1] > matrices.shape[2] else x
 
 
-class Piece(NamedTuple):
-    """What a rank has of a matrix: its rows and columns from `row` and `column` on."""
+class Owned(NamedTuple):
+    """What one rank has whole for the iteration: a parameter, or the part of one expert."""
 
-    matrix: tuple[str, int, int]
-    """Name of the parameter, number of the expert, and of the segment of a fused layer."""
-    size: tuple[int, int]
-    """Of the whole matrix."""
-    row: int
-    column: int
-    shape: tuple[int, int]
+    weight: Weight
+    expert: int | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in), of all layers that are fused in it."""
+        return cast(tuple[int, int], self.weight.shape[-2:])
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the iteration, for each fused layer by itself."""
+        return sum(muon_flops(rows, self.shape[1]) for rows in self.weight.segments)
+
+
+class Piece(NamedTuple):
+    """A rank's shard of it, and the number of the expert among the rank's own."""
+
+    of: Owned
+    shard: Shard
+    number: int | None
 
 
 class Muon(torch.optim.AdamW):
     """Both optimizers; a rank's state is of its own rows."""
 
     def __init__(self, model: HasWeights, flags: OptimizerFlags):
-        named = [(n, p) for n, p in model.weights() if p.requires_grad]
-        self.matrices = {n: p for n, p in named if is_matrix(n, p.ndim)}
-        others = {n: p for n, p in named if n not in self.matrices}
+        learnt = {weight: p for weight, p in model.weights() if p.requires_grad}
+        self.matrices = {weight: p for weight, p in learnt.items() if weight.is_matrix}
+        others = {w.name: p for w, p in learnt.items() if w not in self.matrices}
         muon = {"params": [*self.matrices.values()], "weight_decay": flags.weight_decay}
         groups = [*parameter_groups(others, flags.weight_decay), muon]
         super().__init__(groups, lr=flags.lr, betas=(0.9, 0.95), fused=True)
@@ -71,70 +84,72 @@ class Muon(torch.optim.AdamW):
         super().step()
         self.param_groups = [*groups, muon]
         updates = {}
-        for name, p in self.matrices.items():
+        for weight, p in self.matrices.items():
             if p.grad is None:
                 continue
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            grad, momentum = place(p.grad)[0], place(self.state[p]["momentum_buffer"])[0]
+            grad = local_shard(p.grad).local
+            momentum = local_shard(self.state[p]["momentum_buffer"]).local
             momentum.lerp_(grad, 1 - MOMENTUM)
-            updates[name] = grad.lerp(momentum, MOMENTUM)
+            updates[weight] = grad.lerp(momentum, MOMENTUM)
         self.exchange.orthogonalise(updates)
-        for name, update in updates.items():
-            local = place(self.matrices[name].detach())[0]
+        for weight, update in updates.items():
+            local = local_shard(self.matrices[weight].detach()).local
             local.mul_(1 - muon["lr"] * muon["weight_decay"]).sub_(update, alpha=muon["lr"])
 
 
 class Exchange:
-    """The pieces of all ranks of a replica, and which of these ranks has each matrix whole."""
+    """The pieces of all ranks of a replica, and which of these ranks has each parameter whole."""
 
-    def __init__(self, model: HasWeights, matrices: dict[str, Any]):
+    def __init__(self, model: HasWeights, matrices: dict[Weight, Any]):
         layout: Any = model.layout
-        self.own = [each for name, p in matrices.items() for each in pieces(model, name, p)]
+        own = [piece for weight, p in matrices.items() for piece in pieces(layout, weight, p)]
         self.group = getattr(layout, "owners", None)
-        mine = [piece for piece, _ in self.own]
-        self.ranks, self.rank, here = 1, 0, [mine]
+        self.ranks, self.rank, by_rank = 1, 0, [own]
         if self.group is not None:
             self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-            here = [[]] * self.ranks
-            dist.all_gather_object(here, mine, group=self.group)
-        sizes = {piece.matrix: piece.size for rank in here for piece in rank}
+            by_rank = [[]] * self.ranks
+            dist.all_gather_object(by_rank, own, group=self.group)
+        every = {piece.of for rank in by_rank for piece in rank}
         owners, work = {}, [0] * self.ranks
-        for matrix in sorted(sizes, key=lambda m: (-muon_flops(*sizes[m]), m)):
-            owners[matrix] = work.index(min(work))
-            work[owners[matrix]] += muon_flops(*sizes[matrix])
-        self.sizes = {m: size for m, size in sizes.items() if owners[m] == self.rank}
-        self.own.sort(key=lambda each: owners[each[0].matrix])
-        self.coming = [[p for p in rank if owners[p.matrix] == self.rank] for rank in here]
+        for owned in sorted(every, key=lambda o: (-o.flops, o.weight.name, o.expert or 0)):
+            owners[owned] = work.index(min(work))
+            work[owners[owned]] += owned.flops
+        self.owned = [owned for owned, rank in owners.items() if rank == self.rank]
+        self.own = sorted(own, key=lambda piece: owners[piece.of])
+        by_rank = [[p for p in rank if owners[p.of] == self.rank] for rank in by_rank]
+        self.coming = [piece for rank in by_rank for piece in rank]
+        self.received = [sum(math.prod(p.shard.sizes) for p in rank) for rank in by_rank]
         self.sent = [0] * self.ranks
-        for piece, _ in self.own:
-            self.sent[owners[piece.matrix]] += math.prod(piece.shape)
-        self.received = [sum(math.prod(p.shape) for p in rank) for rank in self.coming]
+        for piece in self.own:
+            self.sent[owners[piece.of]] += math.prod(piece.shard.sizes)
 
-    def orthogonalise(self, updates: dict[str, Tensor]) -> None:
+    def orthogonalise(self, updates: dict[Weight, Tensor]) -> None:
         """Replace a rank's parts of momenta by those of the orthogonal matrices, scaled, in place."""
         if not updates:
             return
         device = next(iter(updates.values())).device
-        views = [updates[piece.matrix[0]][box][at] for piece, (box, at) in self.own]
+        views = []
+        for (weight, _), _, number in self.own:
+            views.append(updates[weight] if number is None else updates[weight][number])
         flat = torch.cat([view.reshape(-1) for view in views] or [torch.empty(0, device=device)])
         arrived = self.moved(flat, self.received, self.sent)
-        whole = {m: arrived.new_empty(size) for m, size in self.sizes.items()}
-        parts = [p for rank in self.coming for p in rank]
-        numbers = arrived.split([math.prod(p.shape) for p in parts])
-        for p, values in zip(parts, numbers, strict=True):
-            _within(whole[p.matrix], p).copy_(values.view(p.shape))
-        alike: dict[tuple[int, int], list[Any]] = {}
-        for matrix, size in self.sizes.items():
-            alike.setdefault(size, []).append(matrix)
+        whole = {owned: arrived.new_empty(owned.shape) for owned in self.owned}
+        places = [whole[piece.of][piece.shard.slices] for piece in self.coming]
+        numbers = arrived.split([place.numel() for place in places])
+        for place, values in zip(places, numbers, strict=True):
+            place.copy_(values.view(place.shape))
+        alike: dict[tuple[int, int], list[Tensor]] = {}
+        for owned, rows in whole.items():
+            for matrix in fused_matrices(owned.weight, rows):
+                alike.setdefault((matrix.shape[0] * matrix.shape[1], matrix.shape[2]), []).append(matrix)
         for size, same in alike.items():
-            scale = 0.2 * math.sqrt(max(size))
-            for matrix, made in zip(
-                same, orthogonal(torch.stack([whole[m] for m in same])), strict=True
-            ):
-                whole[matrix] = made * scale
-        back = [_within(whole[p.matrix], p).reshape(-1) for p in parts]
-        flat = self.moved(torch.cat(back or [arrived[:0]]), self.sent, self.received)
+            made = orthogonal(torch.stack([matrix.flatten(0, 1) for matrix in same]))
+            for matrix, values in zip(same, made * (0.2 * math.sqrt(max(size))), strict=True):
+                matrix.copy_(values.view_as(matrix))
+        back = torch.cat([place.reshape(-1) for place in places] or [arrived[:0]])
+        flat = self.moved(back, self.sent, self.received)
         for view, values in zip(views, flat.split([view.numel() for view in views]), strict=True):
             view.copy_(values.view(view.shape))
 
@@ -148,25 +163,18 @@ class Exchange:
         return arrived
 
 
-def _within(matrix: Tensor, piece: Piece) -> Tensor:
-    rows, columns = piece.shape
-    return matrix[piece.row : piece.row + rows, piece.column : piece.column + columns]
+def fused_matrices(weight: Weight, rows: Tensor) -> tuple[Tensor, ...]:
+    """Views (groups, rows of a group, in) of the layers that are fused in a parameter (out, in)."""
+    sizes = [size // weight.groups for size in weight.segments]
+    return rows.unflatten(0, (weight.groups, -1)).split(sizes, dim=1)
 
 
-def pieces(model: HasWeights, name: str, parameter: Any) -> list[tuple[Piece, Any]]:
-    """This rank's pieces of a parameter's matrices, each with its place in two steps of indexing."""
-    local, found = place(parameter)[0], []
-    for box in boxes(model.config, model.layout, name, parameter):
-        sizes, (*first, row, column) = local[box.at].shape, box.offsets
-        for number_of_expert in range(sizes[0]) if first else (None,):
-            begin = 0
-            for number, size in enumerate(matrix_rows(model.config, name)):
-                start, end = max(row, begin), min(row + sizes[-2], begin + size[0])
-                if start < end:
-                    expert = 0 if number_of_expert is None else first[0] + number_of_expert
-                    shape = end - start, sizes[-1]
-                    piece = Piece((name, expert, number), size, start - begin, column, shape)
-                    at: Any = (slice(start - row, end - row),)
-                    found.append((piece, (box.at, (number_of_expert, *at) if first else at)))
-                begin += size[0]
-    return found
+def pieces(layout: Layout, weight: Weight, parameter: Any) -> list[Piece]:
+    """This rank's pieces of a parameter."""
+    local, (offsets, sizes), _, _ = shard_of_whole(weight, layout, parameter)
+    if not local.numel():
+        return []
+    shard = Shard(offsets[-2:], sizes[-2:])
+    if not weight.of_experts:
+        return [Piece(Owned(weight, None), shard, None)]
+    return [Piece(Owned(weight, offsets[0] + i), shard, i) for i in range(sizes[0])]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 from torch import Tensor, nn
 
-from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.shares import cuts, divided
+from llm_train_bench.model.layout import Layout
+from llm_train_bench.model.weights import Shard, Weight
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -49,47 +49,26 @@ def reshard(modules: "list[FSDPModule]") -> None:
         module.reshard()
 
 
-class Box(NamedTuple):
-    """What a rank has of a parameter, where its layout cuts a fused one: several boxes of the whole."""
+class LocalShard(NamedTuple):
+    """What this rank has of a tensor."""
 
-    at: tuple[slice, ...]
-    """Place in this rank's numbers."""
-    offsets: tuple[int, ...]
-    """Place in the whole parameter."""
-
-
-def boxes(config: ModelConfig, layout: Any, name: str, tensor: Tensor) -> list[Box]:
-    """The boxes of a parameter of that name on this rank of a layout."""
-    local, offsets, _, _, _ = place(tensor)
-    every = [slice(None)] * local.ndim
-    if (how := divided(config, name)) is None:
-        return [Box(tuple(every), tuple(offsets))]
-    kind, dim, _ = how
-    found, begin = [], 0
-    for cut in cuts(config, name, getattr(layout, kind), getattr(layout, f"{kind}_rank")):
-        first = max(offsets[dim], begin)
-        last = min(offsets[dim] + local.shape[dim], begin + len(cut))
-        if first < last:
-            at, where = [*every], [*offsets]
-            at[dim] = slice(first - offsets[dim], last - offsets[dim])
-            where[dim] = cut.start + first - begin
-            found.append(Box(tuple(at), tuple(where)))
-        begin += len(cut)
-    return found
+    local: Tensor
+    shard: Shard
+    """Its place in the whole tensor."""
+    copies: int = 0
+    """Ranks that have the same; 0 stands for all."""
+    index: int = 0
+    """Which of these this rank is."""
 
 
-def place(tensor: Tensor) -> tuple[Tensor, list[int], list[int], int, int]:
-    """This rank's part of a tensor: its numbers, offsets and lengths in the whole.
-
-    The last two values say how many ranks hold the same part, and which of them this one is; 0 copies
-    stand for all ranks.
-    """
+def local_shard(tensor: Tensor) -> LocalShard:
+    """This rank's shard of a tensor, as FSDP divides it."""
     if not is_sharded(tensor):
-        return tensor, [0] * tensor.ndim, list(tensor.shape), 0, 0
+        return LocalShard(tensor, Shard((0,) * tensor.ndim, tuple(tensor.shape)))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, copies, index = tensor.device_mesh, 1, 0
-    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             copies *= mesh.size(dimension)
@@ -97,4 +76,11 @@ def place(tensor: Tensor) -> tuple[Tensor, list[int], list[int], int, int]:
     local = tensor.to_local()
     # --fp8-all-gather has torchao's wrapper around the plain tensor.
     local = getattr(local, "_tensor", local)
-    return local, list(offsets), list(lengths), copies, index
+    return LocalShard(local, Shard(tuple(offsets), tuple(sizes)), copies, index)
+
+
+def shard_of_whole(weight: Weight, layout: Layout, tensor: Tensor) -> LocalShard:
+    """This rank's shard of a parameter, as its layout and FSDP divide it."""
+    own = local_shard(tensor)
+    begins = zip(weight.shard(layout).offsets, own.shard.offsets, strict=True)
+    return own._replace(shard=Shard(tuple(map(sum, begins)), own.shard.sizes))

@@ -8,101 +8,88 @@ first two, twice that for the third.
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
-from llm_train_bench.formulas.parameters import Shapes, layer_names, matrices, parameter_shapes
+from llm_train_bench.formulas.parameters import learnt_weights
 from llm_train_bench.formulas.scales import reductions, shared_dimensions
 from llm_train_bench.formulas.work import OUR_TRAINER, Fsdp, Work, alike
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
-from llm_train_bench.model.shares import divided, is_matrix, part_shape, sharded_dimension
+from llm_train_bench.model.weights import Weight, sharded_dimension
 
 
-class Part(NamedTuple):
+class RankWeight(NamedTuple):
     """A rank's part of a parameter in the layout, which FSDP shards over `mesh` ranks."""
 
-    name: str
-    layer: int
-    """The block's number; -1 outside of blocks."""
-    shape: Sequence[int]
+    weight: Weight
+    shape: tuple[int, ...]
     mesh: int
     padded: int
     """Numbers, with the sharded dimension padded to a multiple of the ranks."""
 
+    @property
+    def unit(self) -> int:
+        """The number of the block with which FSDP gathers it; -1 for all that is outside of blocks."""
+        return -1 if self.weight.layer is None else self.weight.layer
+
 
 def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
     """Bytes that a rank hands to collectives in a step, by kind; `pp_rank`: its pipeline group."""
-    shapes, adapters = parameter_shapes(work.config), adapter_shapes(work)
     if work.fsdp:
-        return fsdp_bytes(shapes | adapters, work, pp_rank) if work.world > 1 else {}
-    return ddp_bytes(adapters or shapes, work) if work.ddp else {}
+        return fsdp_bytes(work, pp_rank) if work.world > 1 else {}
+    weights = work.lora.weights if work.lora else learnt_weights(work.config)
+    return ddp_bytes(weights, work) if work.ddp else {}
 
 
-def adapter_shapes(work: Work) -> dict[str, tuple[int, ...]]:
-    """The parameters of adapters, by their names in the model."""
-    names, shapes, rank = layer_names(work.config), {}, work.lora.rank
-    for i, kind, width, rows, n in work.lora.shapes:
-        shapes[f"blocks.{i}.{names[kind]}.lora_a"] = (n * rank, width)
-        shapes[f"blocks.{i}.{names[kind]}.lora_b"] = (rows, rank)
-    return shapes
-
-
-def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
+def ddp_bytes(weights: Sequence[Weight], work: Work) -> dict[str, int]:
     """DDP reduces each gradient once per step; without gradients nothing."""
     if work.world == 1 or not work.trains:
         return {}
-    moved = {"all_reduce": sum(map(math.prod, shapes.values())) * work.ddp.reduce_bytes}
+    numbers = sum(math.prod(weight.shape) for weight in weights)
+    moved = {"all_reduce": numbers * work.ddp.reduce_bytes}
     if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
-        padded = (
-            -(-rows // work.world) * work.world * math.prod(rest) for rows, *rest in shapes.values()
-        )
+        shapes = (weight.shape for weight in weights)
+        padded = (-(-rows // work.world) * work.world * math.prod(rest) for rows, *rest in shapes)
         moved["all_gather"] = 4 * sum(padded)
     return moved
 
 
-def _gathered_in_fp8(work: Work) -> tuple[str, ...]:
-    """Endings of the names of the weights that FSDP gathers in FP8.
-
-    Their scales, an all-reduce of a few numbers, are left out.
-    """
-    names = layer_names(work.config)
-    return tuple(f".{names[x]}.weight" for x in work.fp8.layers if work.fp8.all_gather)
-
-
-def padded_size(work: Work, part: Part) -> int:
+def padded_size(work: Work, part: RankWeight) -> int:
     """Numbers of a parameter as they are gathered: padded by our scripts, in flat buffers by others."""
     return part.padded if work.trainer is OUR_TRAINER else math.prod(part.shape)
 
 
-def muon_numbers(shapes: Shapes, work: Work, pp_rank: int) -> float:
+def muon_numbers(work: Work, pp_rank: int) -> float:
     """Numbers of matrices that Muon has of a rank, in the mean; each tp rank's copy counts."""
     fsdp, numbers = work.fsdp, 0.0
     layers = set(work.layers_of(pp_rank))
-    for name, shape in shapes.items():
-        if not is_matrix(name, len(shape)) or int(name.split(".")[1]) not in layers:
-            continue
-        copies = fsdp.tp if divided(work.config, name) is None else 1
-        numbers += copies * math.prod(shape) / fsdp.shards
+    for weight in work.config.weights.values():
+        if weight.is_matrix and weight.layer in layers:
+            copies = fsdp.tp if weight.split is None else 1
+            numbers += copies * math.prod(weight.shape) / fsdp.shards
     return numbers
 
 
-def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int, int, int]:
-    """Bytes of a parameter in one all-gather, reduce-scatter and all-reduce of FSDP."""
-    size = padded_size(work, part)
-    exact = part.name.endswith(".router.weight") and work.config.experts.exact_router
+def _fsdp_bytes_of(work: Work, part: RankWeight) -> tuple[int, int, int]:
+    """Bytes of a parameter in one all-gather, reduce-scatter and all-reduce of FSDP.
+
+    The scales of weights that are gathered in FP8, an all-reduce of a few numbers, are left out.
+    """
+    size, weight, experts = padded_size(work, part), part.weight, work.config.experts
+    exact = weight.module == "mlp.router" and weight.is_matrix and experts.exact_router
     width = 4 if exact and not work.bf16_weights else work.matmul_bytes
-    if part.layer >= 0 and part.name.endswith(in_fp8):
+    if work.fp8.all_gather and weight.is_matrix and weight.module in work.fp8.layers:
         width = 1
-    learns = not work.lora or part.name.endswith((".lora_a", ".lora_b"))
+    learns = not work.lora or weight.kind in ("lora_a", "lora_b")
     reduced = size * work.fsdp.reduce_bytes * (work.trains and learns)
     replicated = reduced // part.mesh * (work.fsdp.replicas > 1)
     return (size * width, reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
 
 
-def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
+def fsdp_bytes(work: Work, pp_rank: int = 0) -> dict[str, int]:
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
     All of it in every micro step (with `reduce_last` gradients in the last alone), over up to three
@@ -113,15 +100,16 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     micro_steps = 1 if fsdp.pp > 1 else n_micro
     reductions = 1 if fsdp.reduce_last else micro_steps
     moved: Counter[str] = Counter()
-    partial, layers, in_fp8 = 0, work.layers_of(pp_rank), _gathered_in_fp8(work)
-    for part in rank_parameters(shapes, config, fsdp, pp_rank):
-        block = part.layer >= 0
-        gathered, reduced, replicated = _fsdp_bytes_of(work, part, in_fp8)
+    partial, layers = 0, work.layers_of(pp_rank)
+    weights = [*learnt_weights(config), *(work.lora.weights if work.lora else ())]
+    for part in rank_weights(weights, config, fsdp, pp_rank):
+        block = part.weight.layer is not None
+        gathered, reduced, replicated = _fsdp_bytes_of(work, part)
         gathers = 2 if block and work.trains and fsdp.reshard else 1
         moved["all_gather"] += micro_steps * gathers * gathered
         moved["reduce_scatter"] += reductions * reduced
         moved["all_reduce"] += reductions * replicated
-        if fsdp.tp > 1 and divided(config, part.name) is None:
+        if fsdp.tp > 1 and part.weight.split is None:
             rows, *rest = part.shape
             partial += min(-(-rows // part.mesh), rows) * math.prod(rest)
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
@@ -130,41 +118,39 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
             routers = sum(config.has_experts(i) for i in layers)
             moved["all_reduce"] += 4 * config.experts.number * routers
         if work.optimizer == "muon" and fsdp.shards > 1:  # to the owners of matrices, and back
-            moved["all_to_all"] += round(2 * 2 * muon_numbers(shapes, work, pp_rank))
+            moved["all_to_all"] += round(2 * 2 * muon_numbers(work, pp_rank))
     for move in (*chain(*(token_moves(work, layer) for layer in layers)), *end_moves(work, layers)):
         moved[move.kind] += n_micro * move.calls * move.size
-    moved["send"] = _sent_bytes(shapes, work, pp_rank)
+    moved["send"] = _sent_bytes(work, pp_rank)
     return {kind: size for kind, size in moved.items() if size}
 
 
-def rank_parameters(
-    shapes: Shapes, config: ModelConfig, fsdp: Fsdp, pp_rank: int
-) -> Iterator[Part]:
+def rank_weights(
+    weights: Iterable[Weight], config: ModelConfig, fsdp: Fsdp, pp_rank: int
+) -> Iterator[RankWeight]:
     """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
     last = config.num_hidden_layers - 1
     layers = set(fsdp.layers_of(config.num_hidden_layers, pp_rank))
     roots = {"embed", "positions"} if 0 in layers else set()
     if last in layers:
         roots |= {"norm", "lm_head"} | ({"embed"} if config.tie_word_embeddings else set())
-    for name, shape in shapes.items():
-        kind, number, *_ = name.split(".")
-        layer, mesh = (int(number) if kind == "blocks" else -1), fsdp.shards
-        if not (layer in layers or kind in roots):
+    for weight in weights:
+        if not (weight.layer in layers or (weight.layer is None and weight.module in roots)):
             continue
-        how = divided(config, name)
-        mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
-        part = part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep})
-        rows = part[sharded_dimension(part, mesh)]
-        yield Part(name, layer, part, mesh, -(-rows // mesh) * mesh * math.prod(part) // rows)
+        mesh = fsdp.shards // (fsdp.ep if weight.of_experts else fsdp.tp)
+        shape = weight.shard(fsdp).sizes
+        rows = shape[sharded_dimension(shape, mesh)]
+        yield RankWeight(weight, shape, mesh, -(-rows // mesh) * mesh * math.prod(shape) // rows)
 
 
 @functools.lru_cache(maxsize=4096)
-def rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int) -> tuple[Part, ...]:
-    """The same of the matrices; cached, since a search asks for them again and again."""
-    return tuple(rank_parameters(matrices(parameter_shapes(config)), config, fsdp, pp_rank))
+def rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int) -> tuple[RankWeight, ...]:
+    """The same of those with two dimensions or more; cached, since a search asks for them again."""
+    large = (weight for weight in config.weights.values() if len(weight.shape) > 1)
+    return tuple(rank_weights(large, config, fsdp, pp_rank))
 
 
-def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
+def _sent_bytes(work: Work, pp_rank: int) -> int:
     """Bytes that a rank sends to other groups of a pipeline in a step (Narayanan et al. 2021, 4.1).
 
     The residual stream goes to the next stage, its gradient to the one before; the gradients of a tied
@@ -181,7 +167,7 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
     )
     at_end = pp_rank in (0, fsdp.pp - 1)
     if work.config.tie_word_embeddings and work.pass_type == "step" and at_end:
-        rows, width = shapes["embed.weight"]
+        rows, width = work.config.padded_vocab_size, work.config.hidden_size
         part = math.ceil(rows / fsdp.tp)
         sent += 4 * math.ceil(part / (fsdp.shards // fsdp.tp)) * width
     return sent
@@ -316,15 +302,14 @@ def tokens_sent(work: Work) -> float:
 
 def _scales_reduced(work: Work, layer: int) -> Iterator[tuple[bool, int, str]]:
     """The largest magnitudes that ranks of a layer's parts join for FP8 (formulas/scales.py)."""
-    fsdp, config, names = work.fsdp, work.config, layer_names(work.config)
+    fsdp = work.fsdp
     if fsdp.tp * fsdp.cp == 1 or work.fp8.backend != "torchao":
         return
-    for kind, shape in config.block_shapes(layer).items():
-        if kind not in work.fp8.layers:
+    for weight in work.config.linear_layers(layer):
+        if weight.module not in work.fp8.layers:
             continue
-        name = f"blocks.{layer}.{names[kind]}"
-        m, k = part_shape(config, f"{name}.weight", shape, {"tp": fsdp.tp, "ep": fsdp.ep})
-        shared = shared_dimensions(config, name)
+        m, k = weight.shard(fsdp).sizes
+        shared = shared_dimensions(weight)
         tokens = work.own_tokens if "tp" in shared["N"] else work.gathered_tokens
         for each in reductions(work.fp8.recipe, shared, {"N": tokens, "M": m, "K": k}):
             if getattr(fsdp, each[2]) > 1:
@@ -358,12 +343,12 @@ def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hard
 
 def unit_times(work: Work, gpu: Hardware, pp_rank: int) -> dict[int, tuple[float, float]]:
     """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
-    fsdp, in_fp8, times = work.fsdp, _gathered_in_fp8(work), {}
+    fsdp, times = work.fsdp, {}
     units = {layer: {} for layer in (-1, *work.layers_of(pp_rank))}
     for part in rank_matrices(work.config, fsdp, pp_rank):
-        sizes = units[part.layer].get(part.mesh, (0, 0, 0))
-        added = zip(sizes, _fsdp_bytes_of(work, part, in_fp8), strict=True)
-        units[part.layer][part.mesh] = tuple(map(sum, added))
+        sizes = units[part.unit].get(part.mesh, (0, 0, 0))
+        added = zip(sizes, _fsdp_bytes_of(work, part), strict=True)
+        units[part.unit][part.mesh] = tuple(map(sum, added))
     for layer, meshes in units.items():
         gather = reduce = 0.0
         for mesh, (gathered, reduced, replicated) in meshes.items():

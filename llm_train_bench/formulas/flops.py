@@ -107,39 +107,42 @@ def step_flops_per_token(work: Work, causal: bool) -> float:
         return flops_per_token(config, lengths, causal, work.pass_type)
     forward = flops_per_token(config, lengths, causal, "forward")
     if passes == 1:
-        return forward + 2 * lora.numbers
+        return forward + 2 * lora.numbers()
     frozen = 2 * sum(linear_parameters(config).values())
-    whole = 2 * frozen + 3 * (forward - frozen) + 6 * lora.numbers
+    whole = 2 * frozen + 3 * (forward - frozen) + 6 * lora.numbers()
     return whole - 2 * _before_adapters(work, causal)
 
 
 def _before_adapters(work: Work, causal: bool) -> float:
     """Multiply-adds per token of gradients that nobody needs, since no adapter comes before."""
-    config, lora = work.config, work.lora
-    adapters = {(i, kind): lora.rank * n * width for i, kind, width, _, n in lora.shapes}
+    config = work.config
+    downs = {adapter.frozen: math.prod(adapter.down.shape) for adapter in work.lora.adapters}
     total = 0.0
 
-    def after(layer: int, kind: str, needed: bool) -> bool:
-        """Whether the output of a linear layer needs a gradient, if its input does or not."""
+    def after(layers: dict[str, Weight], *modules: str, needed: bool = False) -> bool:
+        """Whether the last one's output needs a gradient, if the input of the first does or not."""
         nonlocal total
-        if kind in shapes and not needed:
-            total += math.prod(shapes[kind]) + adapters.get((layer, kind), 0)
-        return needed or (layer, kind) in adapters
+        for module in modules:
+            if (layer := layers.get(module)) is None:
+                continue
+            if not needed:
+                total += math.prod(layer.shape) + downs.get(layer, 0)
+            needed = needed or layer in downs
+        return needed
 
     for i in work.layers:
-        shapes = config.block_shapes(i)
-        queries = after(i, "q_up", after(i, "q_down", after(i, "q", after(i, "qkv", False))))
-        values = after(i, "kv_up", after(i, "kv_down", False))
+        layers = {weight.module: weight for weight in config.linear_layers(i)}
+        queries = after(layers, "attn.qkv", "attn.q", "attn.q_down", "attn.q_up")
+        values = after(layers, "attn.kv_down", "attn.kv_up")
         if not (queries or values):
             keys = attended_keys(work.batch.lengths, config.windows[i], causal)
             total += attention_width(config) * keys
-        stream = after(i, "out", queries or values)
+        stream = after(layers, "attn.out", needed=queries or values)
         if not stream:
-            after(i, "router", False)
-            experts = config.expert_shapes(i).values()
-            total += config.experts.per_token * sum(map(math.prod, experts)) if experts else 0
-            stream = after(i, "down", after(i, "up", False))
-            stream |= after(i, "shared_down", after(i, "shared_up", False))
+            after(layers, "mlp.router")
+            total += expert_numbers(config, i)
+            stream = after(layers, "mlp.gate_up", "mlp.up", "mlp.down")
+            stream |= after(layers, "mlp.shared.gate_up", "mlp.shared.up", "mlp.shared.down")
         if stream:
             break
     return total
@@ -151,7 +154,7 @@ def nemo_lora_flops_per_token(work: Work) -> float:
     Source: nemo_automodel/recipes/llm/benchmark.py of August 2026.
     """
     whole = flops_per_token(work.config, work.batch.lengths, True, work.pass_type)
-    return whole * (2 + work.lora.numbers / count_parameters(work.config)) / 3
+    return whole * (2 + work.lora.numbers() / count_parameters(work.config)) / 3
 
 
 def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool = False) -> float:
@@ -167,7 +170,7 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
     if recompute.policy == "op" and not config.attention_dropout:
         width = 0
     # A compiler repeats only what is needed.
-    fp8_down = work.fp8 and "down" in work.fp8.layers
+    fp8_down = work.fp8 and "mlp.down" in work.fp8.layers
     stops_early = work.compiled or not (fp8_down or config.residual_dropout)
     total = 0.0
     for i in recompute.blocks:
@@ -176,12 +179,10 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
         elif i in config.recurrent.layers and attention:
             total += recurrent_flops_per_token(config, work.batch.lengths, causal)
         if recompute.policy == "block":
-            shapes = config.block_shapes(i)
-            last = ["out" if i in config.mixer_alone else "down"]
-            last += [] if config.experts.shared_gate else ["latent_up"]
-            for kind in last if stops_early and not config.blocks_end_with_norm else ():
-                shapes.pop(kind, None)
-            total += 2 * sum(n * k for n, k in shapes.values())
-            sent = config.experts.per_token if config.has_experts(i) else 0
-            total += 2 * sent * sum(n * k for n, k in config.expert_shapes(i).values())
+            last = ["attn.out" if i in config.mixer_alone else "mlp.down"]
+            last += [] if config.experts.shared_gate else ["mlp.latent_up"]
+            skipped = last if stops_early and not config.blocks_end_with_norm else ()
+            repeated = (w for w in config.linear_layers(i) if w.module not in skipped)
+            total += 2 * sum(math.prod(weight.shape) for weight in repeated)
+            total += 2 * expert_numbers(config, i)
     return total

@@ -203,7 +203,7 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     copies = trainer.weights.startswith("master")
     state = work.state_bytes + 4 * (work.state_bytes > 0 and copies)
     if lora:  # adapters, in fp32, are all that is learnt
-        learnt = lora.numbers_of(sizes.layers) / (work.fsdp.shards if work.fsdp else 1)
+        learnt = lora.numbers(sizes.layers) / (work.fsdp.shards if work.fsdp else 1)
         share = 1 / work.world if ddp.zero1 else 1
         base = sizes.whole if work.fsdp and trainer.zero < 3 else sizes.held
         gradients = 4.0 * learnt * work.trains
@@ -265,7 +265,7 @@ class _Sizes:
         for part in rank_matrices(config, fsdp, pp_rank):
             size = padded_size(work, part)
             self.held += size / part.mesh
-            numbers[part.layer] += size * (whole if part.layer < 0 else 1)
+            numbers[part.unit] += size * (whole if part.unit < 0 else 1)
         self.whole = sum(numbers.values())
         self.root = numbers.pop(-1)
         self.block, self.blocks_here = max(numbers.values()), sum(numbers.values())
@@ -349,12 +349,12 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     for part in (_attention_kept(work, layer), _mlp_kept(work, layer)):
         numbers, extra = numbers + part[0], extra + part[1]
     if work.lora:  # only adapters need their inputs; they keep what they map down to
-        adapters = {kind: n for i, kind, _, _, n in work.lora.shapes if i == layer}
-        numbers += work.lora.rank * sum(adapters.values()) * work.gathered_tokens
-        frozen = {"qkv": d, "q": 0, "up": d, "down": config.intermediate_size}
-        shapes = config.block_shapes(layer)
-        unkept = sum(n for k, n in frozen.items() if k in shapes and k not in adapters)
-        numbers -= unkept * work.gathered_tokens
+        own = [adapter for adapter in work.lora.adapters if adapter.frozen.layer == layer]
+        numbers += sum(adapter.down.shape[0] for adapter in own) * work.gathered_tokens
+        adapted = {adapter.frozen for adapter in own}
+        kept = ("attn.qkv", "mlp.gate_up", "mlp.up", "mlp.down")
+        frozen = (w for w in config.linear_layers(layer) if w.module in kept and w not in adapted)
+        numbers -= sum(weight.shape[1] for weight in frozen) * work.gathered_tokens
     return w * numbers + extra
 
 

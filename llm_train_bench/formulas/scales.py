@@ -7,8 +7,7 @@ summed over, None no FP8. Blocks of 32 numbers (mxfp8, of other trainers) never 
 
 from collections.abc import Iterator
 
-from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.shares import divided
+from llm_train_bench.model.weights import ROWS, Weight
 
 # The operands of each product by their dimensions, and the dimension that is summed over.
 PRODUCTS = {
@@ -28,12 +27,12 @@ SCALES: dict[str, dict[str, tuple[str | None, str | None]]] = {
 }
 
 
-def shared_dimensions(config: ModelConfig, name: str) -> dict[str, tuple[str, ...]]:
-    """The kinds of ranks, tp and cp, that divide each dimension of a linear layer of that name."""
-    how = divided(config, f"{name}.weight")
-    if how is None:  # every tp rank has it whole, for its own tokens
+def shared_dimensions(weight: Weight) -> dict[str, tuple[str, ...]]:
+    """The kinds of ranks, tp and cp, that divide each dimension of a linear layer."""
+    if weight.split is None:  # every tp rank has it whole, for its own tokens
         return {"N": ("tp", "cp"), "K": (), "M": ()}
-    return {"N": ("cp",), "K": ("tp",) * (how[1] == 1), "M": ("tp",) * (how[1] == 0)}
+    by_rows = weight.split == ROWS
+    return {"N": ("cp",), "K": () if by_rows else ("tp",), "M": ("tp",) if by_rows else ()}
 
 
 def reductions(

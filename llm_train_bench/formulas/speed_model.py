@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.collectives import (
-    adapter_shapes,
     collective_time,
     ddp_bytes,
     muon_numbers,
@@ -33,15 +32,9 @@ from llm_train_bench.formulas.flops import (
     recurrent_flops_per_token,
 )
 from llm_train_bench.formulas.memory_model import offloaded_bytes, states_kept
-from llm_train_bench.formulas.parameters import (
-    Shapes,
-    layer_names,
-    matrices,
-    parameter_shapes,
-)
 from llm_train_bench.formulas.step_events import Around, Pieces, step_seconds
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
-from llm_train_bench.model.shares import part_shape, sharded_dimension
+from llm_train_bench.model.weights import Weight, sharded_dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,9 +163,10 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
     return each * (blocks + sum(map(config.has_experts, layers)) * routing * passes)
 
 
-def _learnt(work: Work) -> Shapes:
-    """Parameters whose gradients DDP reduces."""
-    return adapter_shapes(work) or matrices(parameter_shapes(work.config))
+def _learnt(work: Work) -> list[Weight]:
+    """Parameters whose gradients DDP reduces, but for vectors."""
+    every = work.lora.weights if work.lora else work.config.weights.values()
+    return [weight for weight in every if len(weight.shape) > 1]
 
 
 def surroundings(work: Work, gpu: Hardware) -> Around:
@@ -225,14 +219,13 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
         return 0.0
     c, config, flops = gpu.constants, work.config, 0
     for same in alike(work, work.layers_of(0)):
-        experts = config.expert_shapes(same[0]).values()
-        each = sum(muon_flops(n, k) for n, k in config.block_shapes(same[0]).values())
-        each += config.experts.number * sum(muon_flops(n, k) for n, k in experts) if experts else 0
-        flops += len(same) * each
+        for weight in config.matrices(same[0]):
+            rows, columns = weight.shape[-2:]
+            number = weight.shape[0] if weight.of_experts else 1
+            flops += len(same) * number * muon_flops(rows, columns)
     rate = _bf16_tflops(gpu) * 1e12 * c.level * c.sustained
     ranks = work.fsdp.shards if work.fsdp else 1
-    shapes = parameter_shapes(config)
-    size = 2 * muon_numbers(shapes, work, 0) if ranks > 1 else 0.0
+    size = 2 * muon_numbers(work, 0) if ranks > 1 else 0.0
     moving = 2 * collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
     return flops / ranks / rate + moving
 
@@ -266,11 +259,10 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
         return PartTime(block, forward, moved), PartTime(0.0, 0.0, 0.0)
     # Recomputing stops before the last matmul, whose output no gradient needs.
     part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0, "cheap": 0.0}[policy]
+    own = [weight for weight in work.lora.weights if weight.layer == layer] if work.lora else ()
     adapters = sum(
-        matmul_time(work, work.gathered_tokens, n * work.lora.rank, width, False, gpu)
-        + matmul_time(work, work.gathered_tokens, rows, work.lora.rank, False, gpu)
-        for i, _, width, rows, n in work.lora.shapes
-        if i == layer
+        matmul_time(work, work.gathered_tokens, rows, width, False, gpu)
+        for rows, width in (weight.shape for weight in own)
     )
     gradients = 1 if work.lora else 2  # of inputs, and of weights
     return PartTime(block + adapters, forward, moved), PartTime(
@@ -315,7 +307,7 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
     elif work.trainer.zero < 3:
         held /= fsdp.replicas if fsdp else work.world
     if work.lora:  # adapters are learnt
-        held = work.lora.numbers_of(work.layers_of(pp_rank)) / fsdp.shards
+        held = work.lora.numbers(work.layers_of(pp_rank)) / fsdp.shards
     return moved / gpu.memory_rate, held
 
 
@@ -349,32 +341,28 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
     return seconds
 
 
-# Linear layers that every tp rank has whole, for its own tokens.
-OF_OWN_TOKENS = ("router", "latent_down", "latent_up", "shared_gate", "q_down", "kv_down")
 # Rows of an expert that a kernel of a grouped matmul takes at a time.
 GROUPED_ROWS = 128
 
 
 def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Forward seconds of a block's matmuls, and of its MLP's last; a backward one takes as long again."""
-    config, tp, ep = work.config, work.fsdp.tp, work.fsdp.ep
     low = work.fp8.layers if work.fp8 else ()
     every = bool(work.fp8) and work.trainer.modules
-    names, seconds, last = layer_names(config), 0.0, 0.0
-    for kind, shape in config.block_shapes(layer).items():
-        name = f"blocks.{layer}.{names[kind]}.weight"
-        n, k = part_shape(config, name, shape, {"tp": tp, "ep": ep})
-        own = kind in OF_OWN_TOKENS
-        tokens = work.own_tokens if own else work.gathered_tokens
-        converted = kind in low or (every and kind not in ("router", "shared_gate"))
-        one = matmul_time(work, tokens, n, k, converted, gpu)
-        seconds, last = seconds + one, one if kind == "down" else last
-    for n, k in config.expert_shapes(layer).values():
+    seconds = last = 0.0
+    for weight in work.config.matrices(layer):
+        converted = weight.module in low or (every and not weight.stays_exact)
+        if not weight.of_experts:
+            n, k = weight.shard(work.fsdp).sizes
+            # What every tp rank has whole sees its own tokens.
+            tokens = work.own_tokens if weight.split is None else work.gathered_tokens
+            one = matmul_time(work, tokens, n, k, converted, gpu)
+            seconds, last = seconds + one, one if weight.module == "mlp.down" else last
+            continue
         # Each rank gets as many rows as it sends; an expert's last tile is filled up.
         rows = work.expert_rows
-        number = config.experts.number // ep
+        number, n, k = weight.shard(work.fsdp).sizes
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
-        converted = every or "experts_up" in low
         whole = matmul_time(work, rows * filled, n, k, converted, gpu)
         weights = number * n * k * (1 if converted else work.matmul_bytes) / gpu.memory_rate
         seconds += max(whole, weights)

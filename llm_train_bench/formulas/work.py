@@ -5,6 +5,7 @@ Needs no torch. llm_train_bench/settings/plan.py makes a `Work` of the flags, th
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,13 +56,13 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Work:
-    """FP8 in a step: a block's converted `layers`; `high_precision` says why others are not."""
+    """FP8 in a step: the converted modules of blocks; `high_precision` says why others are not."""
 
     backend: str
     recipe: str
     emulated: bool = False
     all_gather: bool = False
-    layers: tuple[str, ...] = ("qkv", "out", "up", "down")
+    layers: tuple[str, ...] = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.up", "mlp.down")
     high_precision: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def __bool__(self) -> bool:
@@ -174,13 +175,8 @@ def _layer_kinds(config: ModelConfig) -> list[tuple[Any, ...]]:
 
 @functools.lru_cache(maxsize=64)
 def _block_parameters(config: ModelConfig) -> list[int]:
-    numbers = []
-    for i in range(config.num_hidden_layers):
-        experts = config.expert_shapes(i).values()
-        number = config.experts.number if experts else 0
-        shared = sum(n * k for n, k in config.block_shapes(i).values())
-        numbers.append(shared + number * sum(n * k for n, k in experts))
-    return numbers
+    layers = range(config.num_hidden_layers)
+    return [sum(math.prod(weight.shape) for weight in config.matrices(i)) for i in layers]
 
 
 def alike(work: "Work", layers: Iterable[int]) -> list[list[int]]:

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from llm_train_bench.apply.precision import AMP_DTYPES
-from llm_train_bench.apply.sharded import is_sharded, place, sharded_modules
+from llm_train_bench.apply.sharded import is_sharded, shard_of_whole, sharded_modules
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.hf import Pretrained
 from llm_train_bench.model.init import fill
-from llm_train_bench.model.layout import HasWeights, own_part
-from llm_train_bench.model.shares import sharded_dimension, whole_shape
+from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.weights import sharded_dimension
 
 
 def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) -> None:
@@ -123,14 +123,11 @@ def materialize_shards(
     exists whole anywhere. With `offload` the shards are in host memory.
     """
     model.to_empty(device=torch.device("cpu") if offload else device)
-    for name, parameter in model.weights():
-        shape = whole_shape(model.config, name, parameter.shape)
-        full = torch.empty(shape, dtype=parameter.dtype, device=device)
-        fill(full, name, model.config, seed, weights)
-        part = own_part(model.config, name, full, model.layout)
-        _, offsets, lengths, _, _ = place(parameter)
-        own = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-        (parameter.to_local() if is_sharded(parameter) else parameter).copy_(part[own])
+    for weight, parameter in model.weights():
+        full = torch.empty(weight.shape, dtype=parameter.dtype, device=device)
+        fill(full, weight, seed, weights)
+        own = shard_of_whole(weight, model.layout, parameter)
+        (parameter.to_local() if is_sharded(parameter) else parameter).copy_(full[own.shard.slices])
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from llm_train_bench.formulas.work import Fsdp
-from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layers import autocast_dtype
-from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, count_rows, joined
+from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, count_rows
 from llm_train_bench.model.products import PLAIN, LinearProduct, products_of
-from llm_train_bench.model.shares import cuts, divided, whole_shape
+from llm_train_bench.model.weights import Weight, part_of
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
 from llm_train_bench.parallel.ranks import collective_timeout
@@ -157,41 +156,39 @@ class RankLayout(ReplicaLayout):
         self.stage, self.owners = self.groups["same"] if pp > 1 else None, self.groups["owners"]
         return {"dense": meshes["tp"][dims], "experts": meshes["ep"][dims]}
 
-    def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
-        """A parameter of that name, or its gradient, whole: a collective that all ranks must join."""
-        value = whole(tensor)
-        how = divided(config, name)
-        if how is None or (n := getattr(self, how[0])) == 1:
+    def whole(self, weight: Weight, tensor: Tensor) -> Tensor:
+        """A parameter, or its gradient, whole: a collective that all ranks must join."""
+        value, split = whole(tensor), weight.split
+        if split is None or (n := getattr(self, split.ranks)) == 1:
             return value
-        dim, sizes = how[1], [sum(map(len, cuts(config, name, n, r))) for r in range(n)]
-        if missing := max(sizes) - value.shape[dim]:  # all gather parts of one size
-            value = torch.cat((value, value.narrow(dim, 0, missing)), dim)
+        rows = weight.shape[split.dimension]
+        sizes = [end - begin for begin, end in (part_of(rows, n, rank) for rank in range(n))]
+        if missing := max(sizes) - value.shape[split.dimension]:  # all gather parts of one size
+            value = torch.cat((value, value.narrow(split.dimension, 0, missing)), split.dimension)
         parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(n)]
-        dist.all_gather(parts, value.contiguous(), group=self.groups[how[0]])
-        parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
-        return joined(config, name, parts)
+        dist.all_gather(parts, value.contiguous(), group=self.groups[split.ranks])
+        cut = (part.narrow(split.dimension, 0, n) for part, n in zip(parts, sizes, strict=True))
+        return torch.cat([*cut], split.dimension)
 
-    def wholes(
-        self, config: ModelConfig, parts: Iterable[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def wholes(self, parts: Iterable[tuple[Weight, Tensor]]) -> Iterator[tuple[Weight, Tensor]]:
         if self.pp == 1:
-            yield from super().wholes(config, parts)
+            yield from super().wholes(parts)
             return
         group, mine = self.groups["pp"], dict(parts)
-        shapes = {n: (whole_shape(config, n, t.shape), t.dtype, t.device) for n, t in mine.items()}
-        by_stage = [shapes] * self.pp
-        dist.all_gather_object(by_stage, shapes, group=group)
-        owners: dict[str, int] = {}
-        for owner, shapes in enumerate(by_stage):
-            for name, (shape, dtype, device) in shapes.items():
-                if owners.setdefault(name, owner) != owner:  # the weight of a tied head
+        kinds = {weight: (tensor.dtype, tensor.device) for weight, tensor in mine.items()}
+        by_stage = [kinds] * self.pp
+        dist.all_gather_object(by_stage, kinds, group=group)
+        owners: dict[Weight, int] = {}
+        for owner, kinds in enumerate(by_stage):
+            for weight, (dtype, device) in kinds.items():
+                if owners.setdefault(weight, owner) != owner:  # the weight of a tied head
                     continue
                 if owner == self.pp_rank:
-                    value = self.whole(config, name, mine[name]).contiguous()
+                    value = self.whole(weight, mine[weight]).contiguous()
                 else:
-                    value = torch.empty(shape, dtype=dtype, device=device)
+                    value = torch.empty(weight.shape, dtype=dtype, device=device)
                 dist.broadcast(value, group=group, group_src=owner)
-                yield name, value
+                yield weight, value
 
     def exchanged(self, numbers: Tensor, pp_rank: int) -> Tensor:
         """Swap numbers with the rank that has the same parts in another group of a pipeline."""
@@ -421,14 +418,14 @@ class Gradients:
         self.partial: list[nn.Parameter] = []  # norms and routers, whole on every tp rank
         self.tied: nn.Parameter | None = None  # a tied embedding, at both ends of a pipeline
         ranks_with_same_shard = []
-        for name, parameter in model.weights():
+        for weight, parameter in model.weights():
             if not parameter.requires_grad:
                 continue
             ranks = layout.fsdp.replicas
-            if layout.tp > 1 and divided(model.config, name) is None:
+            if layout.tp > 1 and weight.split is None:
                 self.partial.append(parameter)
                 ranks *= layout.tp
-            if layout.pp > 1 and name == "embed.weight" and model.config.tie_word_embeddings:
+            if layout.pp > 1 and weight.module == "embed" and model.config.tie_word_embeddings:
                 self.tied = parameter
                 ranks *= 2
             self.parameters.append(parameter)

@@ -262,8 +262,9 @@ def _time_fraction(
 
 def _all_low(work: Work) -> bool:
     """Whether all linear layers of blocks, routers apart, are in the low format in all passes."""
-    kinds = linear_parameters(work.config).keys() - {"head", "router", "shared_gate"}
-    return kinds <= {*work.fp8.layers} and work.fp8.recipe != "rowwise_with_gw_hp"
+    every = work.config.weights.values()
+    modules = {w.module for w in every if w.is_matrix and not w.stays_exact}
+    return modules <= {*work.fp8.layers} and work.fp8.recipe != "rowwise_with_gw_hp"
 
 
 def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
@@ -293,15 +294,12 @@ def converted_matrices(
     fp8: Fp8Work, config: ModelConfig, layers: Iterable[int], grouped: bool = True
 ) -> list[int]:
     """Numbers in each converted layer of these blocks; without `grouped` not those of experts."""
-    found = []
-    for i in layers:
-        found += [n * k for kind, (n, k) in config.block_shapes(i).items() if kind in fp8.layers]
-        experts = config.expert_shapes(i).items() if grouped else ()
-        found += [config.experts.number * n * k for kind, (n, k) in experts if kind in fp8.layers]
-    return found
+    blocks = (config.matrices(i) if grouped else config.linear_layers(i) for i in layers)
+    converted = (w for block in blocks for w in block if w.module in fp8.layers)
+    return [math.prod(weight.shape) for weight in converted]
 
 
 def low_parameters(work: Work) -> int:
     """Parameters of converted layers that multiply a token."""
     linear = linear_parameters(work.config)
-    return sum(linear[kind] for kind in work.fp8.layers)
+    return sum(linear.get(module, 0) for module in work.fp8.layers)

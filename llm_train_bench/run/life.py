@@ -100,7 +100,8 @@ class Run(RunRecord):
         way = (before and before.linear) if work.linear == "auto" else work.linear
         if work.linear == "auto" and way is None and not small:
             config = work.config
-            shapes = [shape for i in work.layers for shape in config.block_shapes(i).values()]
+            blocks = (config.linear_layers(i) for i in work.layers)
+            shapes = [weight.shape for block in blocks for weight in block]
             shapes = Counter([*shapes, (config.padded_vocab_size, config.hidden_size)])
             way = on_main(self.ranks, lambda: faster_linear(shapes, work.own_tokens))
         if way == "onednn" and not available():

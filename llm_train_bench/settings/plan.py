@@ -18,7 +18,6 @@ from llm_train_bench.base.errors import DoesNotFit, UsageError
 from llm_train_bench.base.machine import MULTIPLY, SLOW_FORMAT, Platform, cpu_multiplies
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
-from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import (
     NO_DDP,
     NO_FP8,
@@ -34,9 +33,7 @@ from llm_train_bench.formulas.work import (
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
-from llm_train_bench.model.hf_names import adapted_rows, hf_names
-from llm_train_bench.model.shapes import NO_LORA, Lora
-from llm_train_bench.model.shares import part_shape
+from llm_train_bench.model.weights import Lora, adaptable, adapters
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
@@ -67,8 +64,8 @@ RESUME_WARMUP = 5
 GPU_WARMUP_S = 10.0
 # Numbers in the 16 bytes that a grouped matmul loads at a time.
 ROW_UNITS = {"off": 4, "bf16": 8, "fp16": 8}
-# Transformer Engine's modules by the linear layers of a block that they stand for.
-TE_MODULES = {"attn.qkv": ["qkv"], "attn.out": ["out"], "mlp": ["up", "down"]}
+# The parts of a block that are Transformer Engine's modules.
+TE_MODULES = ("attn.qkv", "attn.out", "mlp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,7 +392,7 @@ def resolve_layout(
             "all heads; use --cp"
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    has_mlp = any("down" in config.mlp_shapes(i) for i in layers)
+    has_mlp = any(w.module == "mlp.down" for i in layers for w in config.linear_layers(i))
     mlp = config.intermediate_size if has_mlp else 0
     sizes = [heads, kv_heads, mlp, r.groups, r.heads, config.experts.shared_size]
     sizes = [size for size in sizes if size]
@@ -529,29 +526,22 @@ def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
 
 def resolve_lora(flags: LoraFlags, work: Work) -> Lora:
     """The adapters; UsageError for a family that cannot have them, and for unknown targets."""
-    config, names = work.config, layer_names(work.config)
+    config = work.config
     if config.model_type == "gpt2" or config.output_gate or config.recurrent:
         raise UsageError(
             f"--lora-rank: is not implemented for {config.model_type}, whose rows have another order in "
             "Hugging Face's files"
         )
-    targets, shapes, known = frozenset(flags.lora_targets.split(",")), [], set()
-    for i in work.layers:
-        for kind, (_, width) in config.block_shapes(i).items():
-            name = f"blocks.{i}.{names[kind]}"
-            if config.experts and names[kind].startswith("mlp."):
-                continue
-            known |= {theirs.split(".")[-2] for theirs in hf_names(config, f"{name}.weight")}
-            rows = [n for n, adapted in adapted_rows(config, name, targets) if adapted]
-            if rows:
-                shapes.append((i, kind, width, sum(rows), len(rows)))
+    targets = frozenset(flags.lora_targets.split(","))
+    known = {hf.layer for weight in adaptable(config) for hf in weight.hf}
     if unknown := targets - known - {"all"}:
         raise UsageError(
             f"--lora-targets {min(unknown)!r}: there are all, {', '.join(sorted(known))}"
         )
     rank = flags.lora_rank or 0
     base_bytes = 2 if work.amp == "bf16" else 4
-    return Lora(rank, flags.lora_alpha or 2.0 * rank, targets, base_bytes, tuple(shapes))
+    added = tuple(adapters(config, targets, rank))
+    return Lora(rank, flags.lora_alpha or 2.0 * rank, base_bytes, added)
 
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
@@ -569,15 +559,12 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
             f"--use-fp8 with {recipe}: --bsz x --seq-len = {tokens} tokens of a rank is not a multiple "
             f"of {multiple}; change either"
         )
-    shapes, names = {}, layer_names(config)
-    parts = {"tp": work.fsdp.tp, "ep": work.fsdp.ep}
-    for i, *_ in alike(work, work.layers):
-        for kind, shape in (config.block_shapes(i) | config.expert_shapes(i)).items():
-            if kind in ("router", "shared_gate"):
-                continue
-            part = part_shape(config, f"blocks.{i}.{names[kind]}.weight", shape, parts)
-            shapes[kind] = shape if kind.startswith("experts") else part
-    modules = TE_MODULES if te else {names[layer]: [layer] for layer in shapes}
+    every = (weight for i, *_ in alike(work, work.layers) for weight in config.matrices(i))
+    # (out, in) of a rank's part of a layer, or of one expert.
+    shapes = {w.module: w.shard(work.fsdp).sizes[-2:] for w in every if not w.stays_exact}
+    modules = {name: [name] for name in shapes}
+    if te:  # its modules stand for one or more linear layers
+        modules = {name: [x for x in shapes if f"{x}.".startswith(f"{name}.")] for name in TE_MODULES}
     unfit = {}
     for name, group in modules.items():
         n, k = shapes[group[-1]]
@@ -594,7 +581,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     for layer in layers if flags.fp8_all_gather else ():
         if shapes[layer][0] % work.fsdp.shards:
             raise UsageError(
-                f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not divide "
+                f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{layer} do not divide "
                 f"over {work.fsdp.shards} ranks; leave it out"
             )
     kept = "embeddings, attention" if te else "embeddings, norms, attention"

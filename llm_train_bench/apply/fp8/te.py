@@ -22,6 +22,7 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.weights import Weight
 from llm_train_bench.results.figures import describe_fp8
 from llm_train_bench.results.schema import Fp8Info
 from llm_train_bench.settings.plan import TE_MODULES
@@ -78,7 +79,7 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
         return Fp8()
     _quantization_state().reset()  # delayed scaling goes on updating the modules of earlier models
     recipe = make_recipe(fp8.recipe)
-    excluded = {name for name, layers in TE_MODULES.items() if not {*layers} <= {*fp8.layers}}
+    excluded = {name for name in TE_MODULES if not any(x.startswith(name) for x in fp8.layers)}
     hooks = TransformerEngineFp8(library, recipe, describe_fp8(fp8, work.config, version()))
     for module in convert(model, library, excluded):
         if work.batch.grad_acc_steps > 1:  # sharded modules ignore it
@@ -146,10 +147,11 @@ def convert(
 
     Those in `excluded` stay: `attn.qkv`, `attn.out` or `mlp`. Returns the new modules with linear layers.
     """
-    config = model.config  # not the model, which would then hold itself
-    model.native_name = lambda name: native_name(name, config)
-    blocks = model.blocks.values()
-    return [module for block in blocks for module in _convert_block(block, config, te, excluded)]
+    config, blocks = model.config, model.blocks.values()
+    modules = [module for block in blocks for module in _convert_block(block, config, te, excluded)]
+    names = [name for name, _ in model.named_parameters()]
+    model.table = {name: converted_row(config.weights[native_name(name, config)], name) for name in names}
+    return modules
 
 
 def _convert_block(
@@ -172,6 +174,11 @@ def _convert_block(
         block.mlp = te.LayerNormMLP(d, f, bias=config.mlp_bias, activation=name, **norm)
         block.mlp_norm = nn.Identity()
         yield block.mlp
+
+
+def converted_row(weight: Weight, name: str) -> Weight:
+    """The row of a parameter, called `name` in its module; LayerNormMLP has all gates before up."""
+    return dataclasses.replace(weight, groups=1) if ".mlp.fc1_" in name else weight
 
 
 def native_name(name: str, config: ModelConfig) -> str:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import how_to_install
-from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.scales import PRODUCTS, SCALES, shared_dimensions
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.experts import Stacked
@@ -115,12 +114,12 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
     except ImportError as error:
         get = how_to_install("pip install -e '.[fp8]'")
         raise UsageError(f"--fp8-backend torchao: {error}; {get}") from None
-    fp8, names = work.fp8, layer_names(work.config)
+    fp8 = work.fp8
     if not fp8.emulated:
         _check_device(device, fp8.recipe)
-    if any(layer.startswith("experts") for layer in fp8.layers):
+    if any(module.startswith("mlp.experts.") for module in fp8.layers):
         _check_version(torchao.__version__)
-    ends = tuple(f".{names[layer]}" for layer in fp8.layers)
+    ends = tuple(f".{module}" for module in fp8.layers)
     # One for all layers: the compiler would compile anew for another.
     product: Any = functools.partial(grouped_product, fp8.emulated)
     product = torch.compiler.disable(product)
@@ -146,7 +145,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         for name in linear:
             module: Any = found[name]
             module.__class__ = ProductLinear
-            shared = shared_dimensions(work.config, name)
+            shared = shared_dimensions(work.config.weights[f"{name}.weight"])
             module.products = ScaledProducts(fp8.recipe, fp8.emulated, model.layout, shared)
     return TorchaoFp8(describe_fp8(fp8, work.config, torchao.__version__))
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
-from llm_train_bench.model.stored import Part
+from llm_train_bench.model.stored import StoredShard
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.results.schema import Lineage
 from llm_train_bench.run.checkpoint.durable import Files, checksum, failure_of
@@ -32,11 +32,12 @@ ALSO_EQUAL = ("n_steps", "warmup_steps", "pad_vocab")
 
 
 class StoredTensor(Strict):
-    """A tensor's format, whole shape and parts."""
+    """A tensor's format, whole shape, groups of rows (Weight.groups) and shards."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: list[Part]
+    groups: int = 1
+    parts: list[StoredShard]
 
 
 class StoredFile(Strict):

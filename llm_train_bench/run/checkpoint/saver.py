@@ -197,13 +197,16 @@ class Saver:
             return
         share = _Share(training_state.file_of(self.run.ranks.rank))
         tensors = training_state.random_state(self.run.device)
-        for name, tensor in training_state.state_tensors(self.model, self.optimizer):
-            shares = training_state.own_shares(self.model, name, tensor, self.run.ranks)
-            tensors |= {key: part for key, (part, _) in shares.items()}
-            shape = training_state.whole_size(self.model, name, tensor)
-            parts = [part for _, part in shares.values()]
+        for name, weight, tensor in training_state.state_tensors(self.model, self.optimizer):
+            own, parts = training_state.own_share(self.model, weight, tensor, self.run.ranks), []
+            if own is not None:
+                tensors[name] = own[0]
+                parts.append(own[1])
             share.tensors[name] = manifests.StoredTensor(
-                dtype=NAMES[tensor.dtype], shape=shape, parts=parts
+                dtype=NAMES[tensor.dtype],
+                shape=weight.shape if tensor.ndim else (),
+                groups=weight.groups,
+                parts=parts,
             )
         copies, event = self.staging.copy(tensors)
         # A committed step's losses are on disk before it is.

@@ -1,7 +1,5 @@
 """The tensors of a training state: this rank's share of each, and setting them from a checkpoint."""
 
-import dataclasses
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 
-from llm_train_bench.apply.sharded import boxes, is_sharded, place
+from llm_train_bench.apply.sharded import LocalShard, is_sharded, local_shard, shard_of_whole
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.shares import divided, whole_shape
-from llm_train_bench.model.stored import DTYPES, Part, read_block
+from llm_train_bench.model.stored import DTYPES, OTHER_ORDER, StoredShard, read_block
+from llm_train_bench.model.weights import Shard, Weight
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather
 from llm_train_bench.run.checkpoint.manifest import Manifest
 
@@ -28,70 +26,46 @@ def file_of(rank: int) -> str:
     return f"rank{rank:05}.safetensors"
 
 
-def state_tensors(model: HasWeights, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def state_tensors(
+    model: HasWeights, optimizer: Optimizer
+) -> Iterator[tuple[str, Weight, Tensor]]:
     """Every tensor that training changes, by its name in a checkpoint: VALUE/NAME, or KEY/NAME."""
-    for name, parameter in model.weights():
-        yield f"{VALUE}/{name}", parameter.detach()
+    for weight, parameter in model.weights():
+        yield f"{VALUE}/{weight.name}", weight, parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                yield f"{key}/{name}", value
+                yield f"{key}/{weight.name}", weight, value
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A block of a whole tensor on this rank: its numbers and its place; `copies` ranks hold the same.
-
-    This rank is number `index` of those.
-    """
-
-    local: Tensor
-    offsets: tuple[int, ...]
-    copies: int
-    index: int
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(self.local.shape)
-
-
-def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[Block]:
-    """The blocks that this rank holds of a whole tensor; several where its layout cut a fused weight."""
-    config, plain = model.config, name.split("/", 1)[1]
+def held_shard(model: HasWeights, weight: Weight, tensor: Tensor, ranks: Ranks) -> LocalShard:
+    """This rank's shard of a parameter or of what the optimizer keeps for it, and who has the same."""
     layout: Any = model.layout
-    local, offsets, _, copies, index = place(tensor)
-    world, rank = ranks.world // layout.pp, ranks.rank % (ranks.world // layout.pp)
+    own = shard_of_whole(weight, layout, tensor) if tensor.ndim else local_shard(tensor)
+    _, shard, copies, index = own
     if not tensor.ndim or not copies:  # the same on all that have the layer
-        copies, index = world, rank
-    if layout.pp > 1 and plain == "embed.weight" and config.tie_word_embeddings:
+        copies, index = ranks.world // layout.pp, ranks.rank % (ranks.world // layout.pp)
+    if layout.pp > 1 and weight.module == "embed" and model.config.tie_word_embeddings:
         # The first stage and the last have it: those before the last rank come first.
         index += copies * (layout.pp_rank > 0)
         copies *= 2
-    if not tensor.ndim or not is_sharded(tensor):
-        return [Block(local, tuple(offsets), copies, index)]
-    if divided(config, plain) is None:
+    if tensor.ndim and is_sharded(tensor) and weight.split is None:
         copies, index = copies * layout.tp, index * layout.tp + layout.tp_rank
-    own = boxes(config, layout, plain, tensor)
-    return [Block(local[box.at], box.offsets, copies, index) for box in own]
+    return LocalShard(own.local, shard, copies, index)
 
 
-def own_shares(
-    model: HasWeights, name: str, tensor: Tensor, ranks: Ranks
-) -> dict[str, tuple[Tensor, Part]]:
-    """What this rank writes of a tensor, by the keys in its file: ranks with the same share it out."""
-    shares, file = {}, file_of(ranks.rank)
-    for number, block in enumerate(blocks(model, name, tensor, ranks)):
-        lengths, key = block.lengths, f"{name}#{number}" if number else name
-        if not lengths:
-            if block.index == 0:
-                shares[key] = block.local, Part(file, (), ())
-            continue
-        first = lengths[0] * block.index // block.copies
-        last = lengths[0] * (block.index + 1) // block.copies
-        if first < last and math.prod(lengths):
-            where = (block.offsets[0] + first, *block.offsets[1:])
-            part = Part(file, where, (last - first, *lengths[1:]), key if number else "")
-            shares[key] = block.local[first:last], part
-    return shares
+def own_share(
+    model: HasWeights, weight: Weight, tensor: Tensor, ranks: Ranks
+) -> tuple[Tensor, StoredShard] | None:
+    """What this rank writes of a tensor: ranks that have the same shard share it out."""
+    file = file_of(ranks.rank)
+    local, (offsets, sizes), copies, index = held_shard(model, weight, tensor, ranks)
+    if not sizes:
+        return (local, StoredShard(file, Shard((), ()))) if index == 0 else None
+    first, last = (sizes[0] * i // copies for i in (index, index + 1))
+    if first == last or not local.numel():
+        return None
+    shard = Shard((offsets[0] + first, *offsets[1:]), (last - first, *sizes[1:]))
+    return local[first:last], StoredShard(file, shard)
 
 
 class Staging:
@@ -143,44 +117,37 @@ def load(
 ) -> None:
     """Set parameters and the optimizer's tensors, in place, from any layout's checkpoint.
 
-    UsageError for a tensor that is missing, left over or of another shape.
+    UsageError for a tensor that is missing, left over, or of another shape or order of rows.
     """
     left = set(manifest.tensors)
 
-    def fill(name: str, tensor: Tensor) -> None:
-        stored, shape = manifest.tensors.get(name), whole_size(model, name, tensor)
+    def fill(name: str, weight: Weight, tensor: Tensor) -> None:
+        stored, shape = manifest.tensors.get(name), weight.shape if tensor.ndim else ()
         if stored is None or stored.shape != shape:
             has = f"shape {list(stored.shape)}" if stored else "nothing"
             raise UsageError(f"{path}: {name} should have shape {list(shape)}, has {has}")
+        if stored.groups != weight.groups:
+            raise UsageError(f"{path}: {name} {OTHER_ORDER}")
         left.discard(name)
-        for block in blocks(model, name, tensor, ranks):
-            place_of = block.offsets, block.lengths
-            dtype = DTYPES[stored.dtype]
-            block.local.copy_(read_block(path, name, stored.parts, *place_of, dtype))
+        own = held_shard(model, weight, tensor, ranks)
+        own.local.copy_(read_block(path, name, stored.parts, own.shard, DTYPES[stored.dtype]))
 
     keys = {name.split("/", 1)[0] for name in left} - {VALUE}
     try:
-        for name, parameter in model.weights():
-            fill(f"{VALUE}/{name}", parameter.detach())
+        for weight, parameter in model.weights():
+            fill(f"{VALUE}/{weight.name}", weight, parameter.detach())
             for key in sorted(keys):
-                stored = manifest.tensors.get(f"{key}/{name}")
+                stored = manifest.tensors.get(f"{key}/{weight.name}")
                 if stored:
                     state = optimizer.state[parameter]
                     if key not in state:  # moments have the parameter's format, a number its own
                         dtype = DTYPES[stored.dtype]
                         single = torch.zeros((), dtype=dtype, device=parameter.device)
                         state[key] = torch.zeros_like(parameter) if stored.shape else single
-                    fill(f"{key}/{name}", state[key])
+                    fill(f"{key}/{weight.name}", weight, state[key])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
     if model.layout.pp > 1:  # what no stage has a place for
         left = set.intersection(*gather(ranks, left))
     if left:
         raise UsageError(f"{path}: holds {min(left)}, which this run has no place for")
-
-
-def whole_size(model: HasWeights, name: str, tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor of that name in a checkpoint."""
-    if not tensor.ndim:
-        return ()
-    return tuple(whole_shape(model.config, name.split("/", 1)[1], tensor.shape))

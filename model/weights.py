@@ -1,0 +1,372 @@
+"""The parameters of a model, each one row: all that other parts ask about one. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from llm_train_bench.model.hf_names import HfTensor, hf_tensors
+
+if TYPE_CHECKING:
+    from llm_train_bench.model.config import ModelConfig
+    from llm_train_bench.model.shapes import LayerSpec
+
+
+class Shard(NamedTuple):
+    """A box of a tensor: in each dimension where it begins, and how long it is."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes it from the whole tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+
+class Split(NamedTuple):
+    """Ranks that share a batch divide a parameter: those of `tp` or of `ep`, along a dimension."""
+
+    ranks: Literal["tp", "ep"]
+    dimension: int
+
+
+ROWS, COLUMNS, EXPERTS = Split("tp", 0), Split("tp", 1), Split("ep", 0)
+
+
+class Normal(NamedTuple):
+    """Initial values: normal numbers."""
+
+    std: float
+
+
+class Ramp(NamedTuple):
+    """Initial values: evenly spaced from the first to the last number."""
+
+    first: float
+    last: float
+
+
+ZEROS, ONES = Ramp(0.0, 0.0), Ramp(1.0, 1.0)
+# Of recurrent layers, from the first to the last head. The state's rates are 1 to 16, and steps about
+# 0.001 to 0.1, as in Mamba2: the logarithms, and the inverse of softplus.
+DECAYS, STEPS = Ramp(0.0, math.log(16.0)), Ramp(-6.9, -2.25)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One parameter of a model."""
+
+    layer: int | None
+    """The number of its block; None outside of blocks."""
+    module: str
+    """Path of its module in the block or the model, such as `attn.qkv`."""
+    kind: str
+    """Its name in that module: `weight`, `bias` or a name of its own."""
+    shape: tuple[int, ...]
+    init: Normal | Ramp
+    hf: tuple[HfTensor, ...]
+    """The tensors of Hugging Face files that make it up."""
+    split: Split | None = None
+    """None for one that every rank has whole."""
+    segments: tuple[int, ...] = ()
+    """Rows of the layers that are fused in it, such as queries, keys and values."""
+    groups: int = 1
+    """Its rows are in so many groups, each with an equal part of every segment; so the share of a rank is
+    one range of rows."""
+    padding: int = 0
+    """Rows at the end that stand for no token; they are zero, and in no file."""
+
+    @functools.cached_property
+    def path(self) -> str:
+        """The dotted name of its module in the plain model."""
+        return self.module if self.layer is None else f"blocks.{self.layer}.{self.module}"
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Its own dotted name."""
+        return f"{self.path}.{self.kind}"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix of a block, or one for each expert: no table, vector or filter."""
+        inside = self.layer is not None and self.kind == "weight" and len(self.shape) > 1
+        return inside and self.module != "attn.conv"
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it has one entry for each expert."""
+        return self.split == EXPERTS
+
+    @property
+    def stays_exact(self) -> bool:
+        """Whether it weighs experts, and so is never in FP8."""
+        return self.module in ("mlp.router", "mlp.shared_gate")
+
+    @property
+    def learns(self) -> bool:
+        """Whether it has a gradient: a router's correction has none."""
+        return self.kind != "correction"
+
+    def shard(self, ranks: Any) -> Shard:
+        """The part of a rank, before FSDP divides it further.
+
+        `ranks` has the sizes `tp` and `ep`, and the places `tp_rank` and `ep_rank` if not of rank 0.
+        """
+        offsets, sizes = [0] * len(self.shape), [*self.shape]
+        if self.split is not None:
+            kind, dimension = self.split
+            part = getattr(ranks, f"{kind}_rank", 0)
+            begin, end = part_of(sizes[dimension], getattr(ranks, kind), part)
+            offsets[dimension], sizes[dimension] = begin, end - begin
+        return Shard(tuple(offsets), tuple(sizes))
+
+
+def part_of(size: int, parts: int, part: int) -> tuple[int, int]:
+    """Begin and end of one of several parts: the first ones have one more where they are not equal."""
+    each, more = divmod(size, parts)
+    return part * each + min(part, more), (part + 1) * each + min(part + 1, more)
+
+
+def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
+    """The dimension that FSDP shards of a parameter, or a layout's part of it, over `ranks`.
+
+    It pads the first to a multiple of the ranks: of 8 stacked experts on 64 ranks it would gather eight
+    times the bytes. Stacked matrices fewer than the ranks are sharded by their rows, if these divide:
+    FSDP2 pads no other dimension.
+    """
+    return int(len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0)
+
+
+def weights(config: ModelConfig) -> list[Weight]:
+    """All parameters of the plain model, in its order; a tied head is none."""
+    rows, d = config.padded_vocab_size, config.hidden_size
+    table = dict(split=ROWS, padding=rows - config.vocab_size)
+    root = _Rows(config, None)
+    root.add("embed", (rows, d), **table)
+    if config.learned_positions:
+        root.add("positions", (config.max_position_embeddings, d))
+    found, root.rows = root.rows, []
+    for layer, spec in enumerate(config.layers):
+        block = _Rows(config, layer)
+        if spec.mixer is not None:
+            block.add_norms("attn", spec)
+            {"attention": _attention, "latent": _latent, "recurrent": _recurrent}[spec.mixer](block)
+        if spec.mlp is not None:
+            block.add_norms("mlp", spec)
+            {"dense": _mlp, "experts": _experts}[spec.mlp](block)
+        found += block.rows
+    root.add_norm("norm", d)
+    if not config.tie_word_embeddings:
+        root.add("lm_head", (rows, d), **table)
+    return found + root.rows
+
+
+class _Rows:
+    """The rows of one block, or of what is outside of blocks."""
+
+    def __init__(self, config: ModelConfig, layer: int | None):
+        self.config, self.layer = config, layer
+        self.rows: list[Weight] = []
+
+    def add(
+        self,
+        module: str,
+        shape: tuple[int, ...],
+        kind: str = "weight",
+        init: Normal | Ramp | None = None,
+        split: Split | None = None,
+        segments: tuple[int, ...] = (),
+        groups: int = 1,
+        padding: int = 0,
+    ) -> None:
+        """Add a parameter; `init` is normal numbers if None, smaller where a residual is added to."""
+        config = self.config
+        if init is None:
+            end = module.split(".")[-1] in ("out", "down")
+            scale = math.sqrt(2 * config.num_hidden_layers) if end else 1.0
+            init = Normal(config.initializer_range / scale)
+        rows = shape[1] if split == EXPERTS else shape[0]
+        segments = segments or (rows - padding,)
+        hf = hf_tensors(config, self.layer, module, kind, len(segments))
+        row = (self.layer, module, kind, shape, init, hf, split, segments, groups, padding)
+        self.rows.append(Weight(*row))
+
+    def add_linear(self, module: str, *shape: int, bias: bool = False, **how: Any) -> None:
+        """Add a linear layer (out, in), or one for each expert, and perhaps its biases."""
+        self.add(module, shape, **how)
+        if bias:
+            if how.get("split") == COLUMNS:
+                how = {}
+            self.add(module, shape[:-1], "bias", **how | dict(init=ZEROS))
+
+    def add_norm(self, module: str, size: int, **how: Any) -> None:
+        """Add a norm, with a bias if the family's norms have one."""
+        self.add(module, (size,), init=ZEROS if self.config.norm_offset else ONES, **how)
+        if not self.config.rms_norm:
+            self.add(module, (size,), "bias", ZEROS)
+
+    def add_norms(self, part: str, spec: LayerSpec) -> None:
+        """Add the norms before and after a part of a block; the only one is called `norm`."""
+        for name in ("norm", "after") if spec.pre_norm and spec.post_norm else ("norm",):
+            self.add_norm(f"{part}_{name}", self.config.hidden_size)
+
+
+def _attention(block: _Rows) -> None:
+    config, d = block.config, block.config.hidden_size
+    q, kv = config.query_size, config.kv_size
+    sizes = (q, kv, kv, q) if config.output_gate else (q, kv, kv)
+    if config.sinks:
+        block.add("attn", (config.num_attention_heads,), "sinks", ZEROS, ROWS)
+    fused = dict(split=ROWS, segments=sizes, groups=config.num_key_value_heads)
+    block.add_linear("attn.qkv", sum(sizes), d, bias=config.qkv_bias, **fused)
+    block.add_linear("attn.out", d, q, bias=config.attention_out_bias, split=COLUMNS)
+    if config.qk_norm:
+        whole = dict(split=ROWS) if config.whole_qk_norm else {}
+        block.add_norm("attn.q_norm", q if whole else config.head_dim, **whole)
+        block.add_norm("attn.k_norm", kv if whole else config.head_dim, **whole)
+
+
+def _latent(block: _Rows) -> None:
+    config, d = block.config, block.config.hidden_size
+    m, heads = config.latent, config.num_attention_heads
+    assert m is not None
+    if m.q_rank is None:
+        block.add_linear("attn.q", config.query_size, d, split=ROWS)
+    else:
+        block.add_linear("attn.q_down", m.q_rank, d)
+        block.add_norm("attn.q_down_norm", m.q_rank)
+        block.add_linear("attn.q_up", config.query_size, m.q_rank, split=ROWS)
+    block.add_linear("attn.kv_down", m.kv_rank + m.rope_dim, d)
+    block.add_norm("attn.kv_down_norm", m.kv_rank)
+    block.add_linear("attn.kv_up", heads * (m.nope_dim + m.value_dim), m.kv_rank, split=ROWS)
+    block.add_linear("attn.out", d, heads * m.value_dim, split=COLUMNS)
+
+
+def _recurrent(block: _Rows) -> None:
+    config, r = block.config, block.config.recurrent
+    assert r is not None
+    value = r.heads * r.head_dim
+    project = dict(split=ROWS, segments=r.segments, groups=r.groups)
+    block.add_linear("attn.project", sum(r.segments), config.hidden_size, bias=r.bias, **project)
+    conv = project | dict(segments=r.channels, init=Normal(r.kernel**-0.5))
+    block.add_linear("attn.conv", sum(r.channels), r.kernel, bias=r.conv_bias, **conv)
+    block.add("attn", (r.heads,), "decay", DECAYS, ROWS)
+    block.add("attn", (r.heads,), "step_bias", STEPS, ROWS)
+    if not r.delta:
+        block.add("attn", (r.heads,), "skip", ONES, ROWS)
+    norm = dict(init=ONES) if r.delta else dict(init=ONES, split=ROWS)
+    block.add("attn.gated_norm", (r.head_dim if r.delta else value,), **norm)
+    block.add_linear("attn.out", config.hidden_size, value, bias=r.bias, split=COLUMNS)
+
+
+def _mlp(block: _Rows, module: str = "mlp", size: int = 0) -> None:
+    """An MLP with `size` elements of its activation, the config's if 0."""
+    config, d, f = block.config, block.config.hidden_size, size or block.config.intermediate_size
+    if config.gated_mlp:
+        fused = dict(segments=(f, f), groups=config.mlp_groups(f))
+        block.add_linear(f"{module}.gate_up", 2 * f, d, bias=config.mlp_bias, split=ROWS, **fused)
+    else:
+        block.add_linear(f"{module}.up", f, d, bias=config.mlp_bias, split=ROWS)
+    block.add_linear(f"{module}.down", d, f, bias=config.mlp_bias, split=COLUMNS)
+
+
+def _experts(block: _Rows) -> None:
+    config, e = block.config, block.config.experts
+    assert e is not None
+    d = e.latent or config.hidden_size
+    block.add_linear("mlp.router", e.number, config.hidden_size, bias=e.biases)
+    if e.correction:
+        block.add("mlp.router", (e.number,), "correction", ZEROS)
+    if e.latent:
+        block.add_linear("mlp.latent_down", e.latent, config.hidden_size, bias=config.mlp_bias)
+        block.add_linear("mlp.latent_up", config.hidden_size, e.latent, bias=config.mlp_bias)
+    if e.shared_gate:
+        block.add_linear("mlp.shared_gate", 1, config.hidden_size)
+    if e.shared_size:
+        _mlp(block, "mlp.shared", e.shared_size)
+    wide, sizes = ("gate_up", (e.size, e.size)) if e.gated else ("up", (e.size,))
+    stacked = dict(bias=e.biases, split=EXPERTS)
+    block.add_linear(f"mlp.experts.{wide}", e.number, sum(sizes), d, segments=sizes, **stacked)
+    block.add_linear("mlp.experts.down", e.number, d, e.size, **stacked)
+
+
+def adaptable(config: ModelConfig) -> list[Weight]:
+    """The linear layers that may have adapters: in models with experts only those of attention.
+
+    peft takes the names of MLPs there for experts.
+    """
+    prefix = "attn." if config.experts is not None else ""
+    every = config.weights.values()
+    return [w for w in every if w.is_matrix and not w.of_experts and w.module.startswith(prefix)]
+
+
+class Adapter(NamedTuple):
+    """The adapters of a frozen linear layer (LoRA), or of some of the layers that it fuses."""
+
+    frozen: Weight
+    segments: tuple[tuple[int, ...], ...]
+    """The segments of its rows that each adapter has."""
+    down: Weight
+    """(n r, in): maps down to rank r, for each of n adapters."""
+    up: Weight
+    """(rows, r): maps up to the rows of each."""
+
+
+def adapters(config: ModelConfig, targets: frozenset[str], rank: int) -> list[Adapter]:
+    """The adapters of all linear layers that are targets.
+
+    A target is the last part of a layer's name in Hugging Face files, such as q_proj; `all` are all. The
+    names of the adapters' own tensors are peft's.
+    """
+    found = []
+    for frozen in adaptable(config):
+        chosen = [hf for hf in frozen.hf if targets & {"all", hf.layer}]
+        if not chosen:
+            continue
+        segments = tuple(hf.segments for hf in chosen)
+        rows = tuple(sum(frozen.segments[i] for i in each) for each in segments)
+        names = [f"base_model.model.{hf.name.removesuffix('weight')}lora" for hf in chosen]
+        down, up = (
+            Weight(
+                frozen.layer,
+                frozen.module,
+                kind,
+                (sum(sizes), width),
+                init,
+                tuple(HfTensor(f"{name}{end}.weight", (i,)) for i, name in enumerate(names)),
+                segments=sizes,
+            )
+            for kind, end, sizes, width, init in (
+                # As torch.nn.Linear's, and peft's.
+                ("lora_a", "_A", (rank,) * len(chosen), frozen.shape[1],
+                 Normal((3 * frozen.shape[1]) ** -0.5)),
+                ("lora_b", "_B", rows, rank, ZEROS),
+            )
+        )  # fmt: skip
+        found.append(Adapter(frozen, segments, down, up))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """The adapters of a frozen model."""
+
+    rank: int
+    alpha: float
+    base_bytes: int
+    """Bytes of a frozen number."""
+    adapters: tuple[Adapter, ...]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """The parameters of all adapters."""
+        return [weight for adapter in self.adapters for weight in (adapter.down, adapter.up)]
+
+    def numbers(self, layers: Container[int] | None = None) -> int:
+        """How many numbers they have, of all blocks or of some."""
+        own = (w for w in self.weights if layers is None or w.layer in layers)
+        return sum(math.prod(weight.shape) for weight in own)
