@@ -53,9 +53,9 @@ from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.measure.device import pick_device
 from llm_train_bench.model import layers, transformer
 from llm_train_bench.model.experts import Router, fullest_expert
+from llm_train_bench.model import init
 from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.piece_attention import Seen
-from llm_train_bench.model.shares import divided
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel import ddp, fsdp
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole

@@ -36,6 +36,7 @@ from llm_train_bench.apply import precision
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.model.layout import ALONE as ALONE_HERE
 from llm_train_bench.model.stored import DTYPES, read_block
+from llm_train_bench.model.weights import Shard
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks
 from llm_train_bench.results.schema import Lineage, Metrics
 from llm_train_bench.run.checkpoint import manifest, saver

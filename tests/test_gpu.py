@@ -22,6 +22,7 @@ from llm_train_bench.apply.fp8 import te as fp8_te
 from llm_train_bench.apply.fp8.base import apply_fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import load_config
+from llm_train_bench.model.hf import to_hf
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.layers import attend, block_mask
 from llm_train_bench.model.loss import _add_product, adds_wide

@@ -12,10 +12,9 @@ from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model import experts, layout
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.experts import MixtureOfExperts, fullest_expert, update_corrections
-from llm_train_bench.model.init import fill
 from llm_train_bench.model.layout import ALONE
-from llm_train_bench.model.shares import divided, sharded_dimension, whole_shape
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.weights import sharded_dimension
 from llm_train_bench.parallel.layout import Gradients, RankLayout
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests import layouts

@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from llm_train_bench.formulas.flops import nemo_lora_flops_per_token, step_flops_per_token
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.experts import Stacked
-from llm_train_bench.model.hf import check_pretrained, save_pretrained
+from llm_train_bench.model.hf import check_pretrained, hf_tensors_of, save_pretrained
 from llm_train_bench.model.init import materialize
-from llm_train_bench.model.lora import adapters_of, apply_lora
-from llm_train_bench.model.shapes import Lora
+from llm_train_bench.model.lora import apply_lora
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.weights import Lora, adapters
 from tests.helpers import FAMILIES, config, plan_of, remark_texts, trained, words
 from tests.test_parity import reference, some_tokens
 
