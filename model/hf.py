@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
+from llm_train_bench.model.config import ConfigError, ModelConfig, list_layers, load_config
 from llm_train_bench.model.families import FAMILIES, MTP_KEYS
 from llm_train_bench.model.hf_names import hf_names, row_sizes
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings, adapters_of
+from llm_train_bench.model.shapes import present
 from llm_train_bench.model.stored import Part, read_block
 from llm_train_bench.model.transformer import Transformer
 
@@ -78,7 +79,7 @@ def _converted(
 
 def _row_order(config: ModelConfig, name: str) -> Tensor | None:
     """Which of our rows is which of theirs, where they keep them in another order."""
-    module, r = ".".join(name.split(".")[2:-1]), config.recurrent
+    module = ".".join(name.split(".")[2:-1])
     if module == "attn.qkv" and config.output_gate:  # a head's queries, then its gates
         q, k, v, gate = torch.arange(sum(config.qkv_sizes)).split(config.qkv_sizes)
         heads = config.num_attention_heads
@@ -87,6 +88,7 @@ def _row_order(config: ModelConfig, name: str) -> Tensor | None:
         )
     if module not in ("attn.project", "attn.conv") or not name.startswith("blocks."):
         return None
+    r = present(config.recurrent)
     sizes = r.segments if module == "attn.project" else r.channels
     parts = torch.arange(sum(sizes)).split(sizes)
     if not r.delta:  # gates, values, B, C, steps
@@ -124,7 +126,9 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
         return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
         other = load_config(directory, config.vocab_multiple, config.first_layers)
-        ours, theirs = vars(config), vars(other)
+        ours, theirs = (
+            vars(each) | dict(layers=None) | list_layers(each) for each in (config, other)
+        )
         differ = [key for key in ours if ours[key] != theirs[key] and key not in TRAINING_KEYS]
         if differ:
             key = differ[0]

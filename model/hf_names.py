@@ -1,6 +1,7 @@
 """Names of tensors in Hugging Face files, and their rows. Needs no torch."""
 
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shapes import present
 from llm_train_bench.model.shares import linear_shape
 
 GPT2_NAMES = {
@@ -107,7 +108,7 @@ def hf_names(config: ModelConfig, name: str) -> list[str]:
         return [f"{prefix}.{name}" for name in _expert_names(config, part.split(".")[-1], kind)]
     if (whole := theirs.get(f"{part}.{kind}")) is not None:
         return [f"{prefix}.{whole}"]
-    if int(layer) in config.recurrent.layers and part.split(".")[0] == "attn":
+    if config.layers[int(layer)].mixer == "recurrent" and part.split(".")[0] == "attn":
         mixer = MIXERS.get(family, "linear_attn")
         if part == "attn":
             return [f"{prefix}.{mixer}.{MIXER_KINDS[kind]}"]
@@ -133,7 +134,11 @@ def _expert_names(config: ModelConfig, part: str, kind: str) -> list[str]:
         inner, names = "block_sparse_moe.experts", {"gate_up": ("w1", "w3"), "down": ("w2",)}
     else:
         inner, names = "mlp.experts", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-    return [f"{inner}.{e}.{p}.{kind}" for e in range(config.experts.number) for p in names[part]]
+    return [
+        f"{inner}.{e}.{p}.{kind}"
+        for e in range(present(config.experts).number)
+        for p in names[part]
+    ]
 
 
 def row_sizes(config: ModelConfig, name: str, names: list[str]) -> list[int] | None:
@@ -143,7 +148,7 @@ def row_sizes(config: ModelConfig, name: str, names: list[str]) -> list[int] | N
         return [q * (1 + config.output_gate), kv, kv]
     if module != "project" or len(names) == 1:
         return None
-    *wide, b, a = config.recurrent.segments
+    *wide, b, a = present(config.recurrent).segments
     if len(names) == 2:
         return [sum(wide), b + a]
     return [sum(wide[:3]), wide[3], b, a]

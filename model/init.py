@@ -56,7 +56,7 @@ def fill(
         plain = module == "gated_norm" or not config.norm_offset
         parameter.fill_(1.0 if plain else 0.0)
     elif module == "conv":
-        fill_normal(parameter, config.recurrent.kernel**-0.5, f"{seed}/{name}")
+        fill_normal(parameter, parameter.shape[1] ** -0.5, f"{seed}/{name}")
     else:
         std = config.initializer_range
         if module in ("out", "down"):

@@ -19,7 +19,7 @@ from llm_train_bench.model.block_attention import attend_in_blocks
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
-from llm_train_bench.model.shapes import RopeScaling, Yarn
+from llm_train_bench.model.shapes import RopeScaling, Yarn, present
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -86,16 +86,16 @@ class Rope(NamedTuple):
         return q if self.scale is None else (q * self.scale.unsqueeze(-2)).to(q.dtype)
 
 
-def rope_tables(config: ModelConfig, seq_len: int, local: bool = False) -> Rope:
+def rope_tables(config: ModelConfig, seq_len: int, kind: str) -> Rope:
     """Cosines and sines of the rotary embedding, each (seq_len, head_dim / 2) in fp32.
 
-    Source: Su et al. 2021 (RoFormer), with frequencies scaled as the config's `rope_scaling` says. Those
-    of layers with a window (`local`) are not.
+    Source: Su et al. 2021 (RoFormer), with frequencies scaled as the config's `rope_scaling` says.
+    `local` ones are not, and have a base of their own.
     """
     scaling, theta, size = config.rope_scaling, config.rope_theta, config.rope_dim
     exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-    if local and config.local_rope_theta:
-        scaling, theta = None, config.local_rope_theta
+    if kind == "local":
+        scaling, theta = None, present(config.local_rope_theta)
     frequency, factor = 1.0 / theta**exponent, 1.0
     if isinstance(scaling, Yarn):
         frequency, factor = stretch(frequency, scaling, config.rope_theta), scaling.attention_factor
@@ -343,7 +343,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
-        m, d = config.latent, config.hidden_size
+        m, d = present(config.latent), config.hidden_size
         self.layout = layout
         self.sizes, self.n_heads = m, config.num_attention_heads // layout.tp
         query = self.n_heads * config.head_dim

@@ -23,6 +23,7 @@ from llm_train_bench.model.layers import ACTIVATIONS, Mask, Rope, no_autocast
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.operators import OwnFunction, operator
 from llm_train_bench.model.piece_attention import Seen
+from llm_train_bench.model.shapes import present
 
 
 def chunk_states(k: Tensor, v: Tensor, w: Tensor | None, decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,7 +190,7 @@ class RecurrentMixer(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
-        r, d, tp = config.recurrent, config.hidden_size, layout.tp
+        r, d, tp = present(config.recurrent), config.hidden_size, layout.tp
         self.options, self.layout = r, layout
         self.groups, self.heads = r.groups // tp, r.heads // tp
         self.key, self.value = self.groups * r.state, self.heads * r.head_dim
@@ -204,7 +205,7 @@ class RecurrentMixer(nn.Module):
         size = r.head_dim if r.delta else self.value
         self.gated_norm = GatedNorm(size, group, config.norm_eps, gate_first=not r.delta)
         self.out = nn.Linear(self.value, d, bias=r.bias)
-        self.activation = ACTIVATIONS[config.recurrent.activation]
+        self.activation = ACTIVATIONS[r.activation]
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); a `mask` has the starts of documents on x's device."""

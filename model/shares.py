@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shapes import present
 
 
 def cuts(config: ModelConfig, name: str, ranks: int, rank: int) -> list[range]:
@@ -34,22 +35,23 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
         return None
     module, kind = name.rsplit(".", 1)
     _, layer, part = module.split(".", 2)
-    r = config.recurrent
     if part.startswith("mlp.experts."):
-        return "ep", 0, (config.experts.number,)
+        return "ep", 0, (present(config.experts).number,)
     if part in ("attn.out", "mlp.down", "mlp.shared.down"):
         return ("tp", 1, (linear_shape(config, module)[1],)) if kind == "weight" else None
+    r = config.recurrent if config.layers[int(layer)].mixer == "recurrent" else None
     if part == "attn":  # a number for each head
-        return "tp", 0, (r.heads if int(layer) in r.layers else config.num_attention_heads,)
+        return "tp", 0, (r.heads if r else config.num_attention_heads,)
     if part in ("attn.q", "attn.q_up", "attn.kv_up", "mlp.up", "mlp.shared.up"):
         return "tp", 0, (linear_shape(config, module)[0],)
     if part in ("mlp.gate_up", "mlp.shared.gate_up"):
         return "tp", 0, (linear_shape(config, module)[0] // 2,) * 2
-    rows = {"attn.qkv": config.qkv_sizes, "attn.project": r.segments, "attn.conv": r.channels}
+    rows = {"attn.qkv": config.qkv_sizes}
     if config.whole_qk_norm:  # or else of each head alone
         rows |= {"attn.q_norm": (config.query_size,), "attn.k_norm": (config.kv_size,)}
-    if not r.delta:
-        rows["attn.gated_norm"] = (r.heads * r.head_dim,)
+    if r:
+        rows |= {"attn.project": r.segments, "attn.conv": r.channels}
+        rows |= {} if r.delta else {"attn.gated_norm": (r.heads * r.head_dim,)}
     return ("tp", 0, rows[part]) if part in rows else None
 
 

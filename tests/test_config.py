@@ -75,9 +75,8 @@ def test_first_layers_are_a_model_of_their_own(family):
     whole = parse_config(FAMILIES[family], "x.json")
     for n in range(1, whole.num_hidden_layers + 1):
         first = keep_first_layers(whole, n)
-        assert (first.num_hidden_layers, first.windows) == (n, whole.windows[:n])
+        assert (first.num_hidden_layers, first.layers) == (n, whole.layers[:n])
         assert first.hash == parse_config(first.raw, "y.json").hash
-        assert first.no_rope_layers == tuple(i for i in whole.no_rope_layers if i < n)
         beyond = tuple(f"blocks.{layer}." for layer in range(n, whole.num_hidden_layers))
         shapes = parameter_shapes(whole).items()
         assert parameter_shapes(first) == {k: v for k, v in shapes if not k.startswith(beyond)}
@@ -114,7 +113,7 @@ def test_absent_keys_take_the_defaults_of_transformers():
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
         assert ours.tie_word_embeddings == theirs.tie_word_embeddings
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
-        assert set(ours.windows) == {getattr(theirs, "sliding_window", None)}
+        assert {layer.window for layer in ours.layers} == {getattr(theirs, "sliding_window", None)}
     ours = parse_config({"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4}, "x.json")
     theirs = transformers.GPT2Config()
     assert ours.vocab_size == theirs.vocab_size

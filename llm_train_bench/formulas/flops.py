@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shapes import present
 
 
 def attended_keys(
@@ -54,7 +55,7 @@ def recurrent_flops_per_token(
     each of H heads). The delta rule solves C x C triangular systems for N + P columns. With the state
     (N x P) there are two products a token, by the delta rule three.
     """
-    r = config.recurrent
+    r = present(config.recurrent)
     lengths = ((lengths, 1),) if isinstance(lengths, int) else lengths
     tokens = sum(length * count for length, count in lengths)
     chunk = sum(count * length * min(length, r.chunk) for length, count in lengths) / tokens
@@ -87,11 +88,13 @@ def flops_per_token(
     forward = 2 * sum(linear_parameters(config).values())
     width = attention_width(config)
     forward += sum(
-        width * attended_keys(lengths, window, causal) for window in config.attention_windows
+        width * attended_keys(lengths, layer.window, causal)
+        for layer in config.layers
+        if layer.attends
     )
-    if config.recurrent:
+    if "recurrent" in config.parts:
         each = recurrent_flops_per_token(config, lengths, causal)
-        forward += len(config.recurrent.layers) * each
+        forward += each * sum(layer.mixer == "recurrent" for layer in config.layers)
     return PASS_FORWARDS[pass_type] * forward
 
 
@@ -131,13 +134,14 @@ def _before_adapters(work: Work, causal: bool) -> float:
         queries = after(i, "q_up", after(i, "q_down", after(i, "q", after(i, "qkv", False))))
         values = after(i, "kv_up", after(i, "kv_down", False))
         if not (queries or values):
-            keys = attended_keys(work.batch.lengths, config.windows[i], causal)
+            keys = attended_keys(work.batch.lengths, config.layers[i].window, causal)
             total += attention_width(config) * keys
         stream = after(i, "out", queries or values)
         if not stream:
             after(i, "router", False)
-            experts = config.expert_shapes(i).values()
-            total += config.experts.per_token * sum(map(math.prod, experts)) if experts else 0
+            experts = config.experts_of(i)
+            if experts is not None:
+                total += experts.per_token * sum(map(math.prod, config.expert_shapes(i).values()))
             stream = after(i, "down", after(i, "up", False))
             stream |= after(i, "shared_down", after(i, "shared_up", False))
         if stream:
@@ -171,17 +175,18 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
     stops_early = work.compiled or not (fp8_down or config.residual_dropout)
     total = 0.0
     for i in recompute.blocks:
-        if config.has_attention(i):
-            total += width * attended_keys(work.batch.lengths, config.windows[i], causal)
-        elif i in config.recurrent.layers and attention:
+        layer, experts = config.layers[i], config.experts_of(i)
+        if layer.attends:
+            total += width * attended_keys(work.batch.lengths, layer.window, causal)
+        elif layer.mixer == "recurrent" and attention:
             total += recurrent_flops_per_token(config, work.batch.lengths, causal)
         if recompute.policy == "block":
             shapes = config.block_shapes(i)
-            last = ["out" if i in config.mixer_alone else "down"]
-            last += [] if config.experts.shared_gate else ["latent_up"]
-            for kind in last if stops_early and not config.blocks_end_with_norm else ():
+            last = ["out" if layer.mlp is None else "down"]
+            last += [] if experts and experts.shared_gate else ["latent_up"]
+            for kind in last if stops_early and not layer.post_norm else ():
                 shapes.pop(kind, None)
             total += 2 * sum(n * k for n, k in shapes.values())
-            sent = config.experts.per_token if config.has_experts(i) else 0
+            sent = experts.per_token if experts else 0
             total += 2 * sent * sum(n * k for n, k in config.expert_shapes(i).values())
     return total

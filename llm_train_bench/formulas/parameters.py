@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shapes import present
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -12,7 +13,7 @@ Shapes = Mapping[str, Sequence[int]]
 def layer_names(config: ModelConfig) -> dict[str, str]:
     """The model's names of a block's matrices, by those in `block_shapes` and `expert_shapes`."""
     attention = ("qkv", "q", "q_down", "q_up", "kv_down", "kv_up", "project", "out")
-    wide = "gate_up" if config.experts.gated else "up"
+    wide = "gate_up" if config.experts is None or config.experts.gated else "up"
     return {kind: f"attn.{kind}" for kind in attention} | {
         "up": "mlp.gate_up" if config.gated_mlp else "mlp.up",
         "down": "mlp.down",
@@ -34,13 +35,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (rows, d)}
     if config.learned_positions:
         shapes["positions.weight"] = (config.max_position_embeddings, d)
-    for i in range(config.num_hidden_layers):
+    for i, layer in enumerate(config.layers):
         block: dict[str, tuple[int, ...]] = {}
-        absent = {"attn": config.mlp_alone, "mlp": config.mixer_alone}
-        for part in ("attn", "mlp"):
-            if i in absent[part]:
+        for part, kind in (("attn", layer.mixer), ("mlp", layer.mlp)):
+            if kind is None:
                 continue
-            for name in ("norm", "after") if config.norm_around else ("norm",):
+            for name in ("norm", "after")[: layer.pre_norm + layer.post_norm]:
                 block |= {f"{part}_{name}.{kind}": shape for kind, shape in norm.items()}
             block |= (_attention_parameters if part == "attn" else _mlp_parameters)(config, i)
         shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
@@ -51,9 +51,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_parameters(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    shapes, r = config.attention_shapes(layer), config.recurrent
+    shapes = config.attention_shapes(layer)
     parameters: dict[str, tuple[int, ...]] = {}
-    if layer in r.layers:
+    if config.layers[layer].mixer == "recurrent":
+        r = present(config.recurrent)
         parameters |= {f"attn.{kind}.weight": shape for kind, shape in shapes.items()}
         biased = {kind: shape[:1] for kind, shape in shapes.items()} if r.bias else {}
         biased |= {"conv": (sum(r.channels),)} if r.conv_bias else {}
@@ -82,16 +83,18 @@ def _attention_parameters(config: ModelConfig, layer: int) -> dict[str, tuple[in
 
 
 def _mlp_parameters(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    names, experts = layer_names(config), config.experts
+    names, experts = layer_names(config), config.experts_of(layer)
+    biased = experts is not None and experts.biases
     parameters: dict[str, tuple[int, ...]] = {}
     for kind, shape in config.mlp_shapes(layer).items():
         parameters[f"{names[kind]}.weight"] = shape
-        if experts.biases if kind == "router" else config.mlp_bias:
+        if biased if kind == "router" else config.mlp_bias:
             parameters[f"{names[kind]}.bias"] = shape[:1]
     for kind, shape in config.expert_shapes(layer).items():
-        parameters[f"{names[kind]}.weight"] = (experts.number, *shape)
-        if experts.biases:
-            parameters[f"{names[kind]}.bias"] = (experts.number, shape[0])
+        number = present(experts).number
+        parameters[f"{names[kind]}.weight"] = (number, *shape)
+        if biased:
+            parameters[f"{names[kind]}.bias"] = (number, shape[0])
     return parameters
 
 
@@ -128,6 +131,6 @@ def linear_parameters(config: ModelConfig) -> dict[str, int]:
         for name, (n, k) in config.block_shapes(i).items():
             parameters[name] += n * k
         for name, (n, k) in config.expert_shapes(i).items():
-            parameters[name] += config.experts.per_token * n * k
+            parameters[name] += present(config.experts).per_token * n * k
     parameters["head"] = config.vocab_size * config.hidden_size
     return parameters

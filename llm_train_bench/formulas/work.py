@@ -10,7 +10,7 @@ from typing import Any
 
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.shapes import NO_LORA, Lora
+from llm_train_bench.model.shapes import NO_LORA, Lora, present
 
 # The parts of a step, in their order.
 STEP_PARTS = ("data", "forward", "backward", "idle", "optimizer")
@@ -169,17 +169,18 @@ NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
 def _layer_kinds(config: ModelConfig) -> list[tuple[Any, ...]]:
     """What of a block decides its time and memory; cached, since a search asks for it again and again."""
     blocks = range(config.num_hidden_layers)
-    return [(tuple(config.block_shapes(i)), config.windows[i]) for i in blocks]
+    return [(tuple(config.block_shapes(i)), config.layers[i].window) for i in blocks]
 
 
 @functools.lru_cache(maxsize=64)
 def _block_parameters(config: ModelConfig) -> list[int]:
     numbers = []
     for i in range(config.num_hidden_layers):
-        experts = config.expert_shapes(i).values()
-        number = config.experts.number if experts else 0
+        experts = config.experts_of(i)
+        number = experts.number if experts else 0
         shared = sum(n * k for n, k in config.block_shapes(i).values())
-        numbers.append(shared + number * sum(n * k for n, k in experts))
+        each = sum(n * k for n, k in config.expert_shapes(i).values())
+        numbers.append(shared + number * each)
     return numbers
 
 
@@ -332,7 +333,8 @@ class Work:
     @property
     def windowed(self) -> bool:
         """Whether a layer has a sliding window shorter than the sequence."""
-        return any(w is not None and w < self.batch.seq_len for w in self.config.windows)
+        windows = [layer.window for layer in self.config.layers if layer.window is not None]
+        return any(window < self.batch.seq_len for window in windows)
 
     @property
     def by_tokens(self) -> bool:
@@ -367,7 +369,7 @@ class Work:
     @property
     def expert_rows(self) -> int:
         """Rows that a rank's experts compute of a micro batch in the mean."""
-        return self.own_tokens * self.config.experts.per_token
+        return self.own_tokens * present(self.config.experts).per_token
 
     @property
     def gathered_tokens(self) -> int:

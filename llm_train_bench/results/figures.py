@@ -296,8 +296,10 @@ def converted_matrices(
     found = []
     for i in layers:
         found += [n * k for kind, (n, k) in config.block_shapes(i).items() if kind in fp8.layers]
-        experts = config.expert_shapes(i).items() if grouped else ()
-        found += [config.experts.number * n * k for kind, (n, k) in experts if kind in fp8.layers]
+        experts = config.experts_of(i)
+        if grouped and experts is not None:
+            shapes = config.expert_shapes(i).items()
+            found += [experts.number * n * k for kind, (n, k) in shapes if kind in fp8.layers]
     return found
 
 

@@ -134,7 +134,7 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
         yield "linear layers and norms of the blocks by Transformer Engine, without FP8"
     if n := work.config.mtp_layers:
         yield f"modules of multi-token prediction: {n} left out"
-    if work.config.recurrent:
+    if "recurrent" in work.config.parts:
         yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
     if snapshot and device.type == "cpu":
         yield "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"

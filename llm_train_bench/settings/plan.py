@@ -184,9 +184,7 @@ def make_plan(
             return make_plan(small, script, world, platform, config, memory_gib, native_amp)
 
         return sized(1) if memory_gib is None else largest_plan(sized, args.global_bsz, memory_gib)
-    if args.route == "balanced" and not any(
-        map(config.has_experts, range(config.num_hidden_layers))
-    ):
+    if args.route == "balanced" and "experts" not in config.parts:
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
     asked = args.amp
     args = dataclasses.replace(args, amp=resolve_amp(args, script, config, platform, native_amp))
@@ -251,7 +249,8 @@ def resolve_amp(
     Without `native` it is that of current GPUs, or of this machine's CPU. FP8 and Transformer Engine
     need bf16. UsageError for experts whose rows do not fill the 16 bytes that grouped matmuls load.
     """
-    widths = math.gcd(config.hidden_size, config.experts.size) if config.experts else 0
+    experts = config.experts
+    widths = math.gcd(config.hidden_size, experts.size) if experts else 0
     amp = args.amp
     if amp == "auto":
         has_bf16 = platform != "cpu" or cpu_multiplies("bf16")
@@ -263,10 +262,10 @@ def resolve_amp(
         choices = [dataclasses.replace(args, amp=name) for name in formats]
         allowed = [a.amp for a in choices if not broken_rule(a, script)]
         amp = next((name for name in allowed if widths % ROW_UNITS[name] == 0), formats[0])
-    if widths % (unit := ROW_UNITS[amp]):
+    if experts and widths % (unit := ROW_UNITS[amp]):
         raise UsageError(
             f"{config.path}: hidden size {config.hidden_size} and expert size "
-            f"{config.experts.size} must be multiples of {unit} under --amp {amp}; change the config"
+            f"{experts.size} must be multiples of {unit} under --amp {amp}; change the config"
         )
     return amp
 
@@ -386,24 +385,26 @@ def resolve_layout(
     _must_divide("--dp-replicate", args.dp_replicate, f"{world // pp} ranks", world // pp)
     shards = world // pp // args.dp_replicate
     replica = f"the {shards} ranks of a replica"
-    layers, r = range(config.num_hidden_layers), config.recurrent
-    if ep > 1 and not any(map(config.has_experts, layers)):
+    if ep > 1 and "experts" not in config.parts:
         raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
+    r = config.recurrent if "recurrent" in config.parts else None
     if r and not r.delta and r.norm_groups % tp:
         raise UsageError(
             f"--tp {tp}: {config.path} has norms of a state's outputs that span {r.norm_groups} parts of "
             "all heads; use --cp"
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    has_mlp = any("down" in config.mlp_shapes(i) for i in layers)
-    mlp = config.intermediate_size if has_mlp else 0
-    sizes = [heads, kv_heads, mlp, r.groups, r.heads, config.experts.shared_size]
-    sizes = [size for size in sizes if size]
+    sizes = [heads, kv_heads]
+    sizes += [config.intermediate_size] if "dense" in config.parts else []
+    sizes += [r.groups, r.heads] if r else []
+    experts = config.experts
+    sizes += [experts.shared_size] if experts and experts.shared_size else []
     parts = "heads, key/value heads and MLP" if not config.latent else "heads and MLP"
     _must_divide("--tp", tp, f"{parts} of {config.path} ({', '.join(map(str, sizes))})", *sizes)
     _must_divide("--tp x --cp", tp * cp, replica, shards)
     _must_divide("--tp x --cp", tp * cp, f"--seq-len {seq_len}", seq_len)
-    _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
+    if experts:
+        _must_divide("--ep", ep, f"{experts.number} experts", experts.number)
     _must_divide("--ep", ep, replica, shards)
     ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
     if r and cp > 1:
@@ -508,14 +509,14 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
 
 def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
     """UsageError for what FP8 libraries, or (`te`) Transformer Engine's modules, have no layers for."""
-    if config.recurrent:
+    if "recurrent" in config.parts:
         raise UsageError(
             f"{flag}: {config.path} has layers with states, which it cannot replace; leave it out"
         )
     parts = {
         "experts": config.experts,
         "latent attention": config.latent,
-        "norms after its layers": config.norm_after or config.norm_around,
+        "norms after its layers": any(layer.post_norm for layer in config.layers),
         "norms of 1 + weight": config.norm_offset,
         "a gate of attention's output": config.output_gate,
     }
@@ -530,7 +531,7 @@ def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
 def resolve_lora(flags: LoraFlags, work: Work) -> Lora:
     """The adapters; UsageError for a family that cannot have them, and for unknown targets."""
     config, names = work.config, layer_names(work.config)
-    if config.model_type == "gpt2" or config.output_gate or config.recurrent:
+    if config.model_type == "gpt2" or config.output_gate or "recurrent" in config.parts:
         raise UsageError(
             f"--lora-rank: is not implemented for {config.model_type}, whose rows have another order in "
             "Hugging Face's files"
