@@ -363,7 +363,7 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
     """Model and loss function."""
     path = ROOT / f"configs/{shape.config}.json"
     config = load_config(path)
-    config = dataclasses.replace(config, num_hidden_layers=depth, windows=config.windows[:depth])
+    config = dataclasses.replace(config, num_hidden_layers=depth, layers=config.layers[:depth])
     torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda"):
@@ -371,7 +371,7 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
                 model = Transformer(config, shape.T)
                 model.loss.chunk_elements = chunk_elements(H200.total_memory / 2**30)
                 torch.set_default_dtype(torch.float32)
-                model.rope_for(shape.T, torch.device("cuda"))
+                model.rope_for(shape.T, torch.device("cuda"), config.layers[0].rope)
                 apply_compile(model, "default")
                 return model, model
             if name == "transformers":

@@ -7,9 +7,12 @@ in `ModelConfig.unknown_keys`. Defaults of absent keys are those of transformers
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +32,8 @@ from llm_train_bench.model.json_keys import (
     parse_json,
     plain_text,
 )
-from llm_train_bench.model.shapes import (
-    NO_EXPERTS,
-    NO_LATENT,
-    NO_RECURRENT,
-    Experts,
-    Latent,
-    Recurrent,
-    RopeScaling,
-)
+from llm_train_bench.model.shapes import Experts, Latent, LayerSpec, Recurrent, RopeScaling
+from llm_train_bench.model.weights import Weight, list_weights
 
 # The number of layers, and what has an entry for each of them.
 LAYER_KEYS = "num_hidden_layers", "n_layer"
@@ -72,8 +68,7 @@ class ModelConfig:
     attention_out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]
-    """Sliding window of each layer (positions seen, including its own), None for full attention."""
+    layers: tuple[LayerSpec, ...]
     embedding_dropout: float
     residual_dropout: float
     attention_dropout: float
@@ -86,23 +81,16 @@ class ModelConfig:
     first_layers: int | None = None
     """The number of layers that `keep_first_layers` left; None for a model as its file has it."""
     # What only some families have. `shape` leaves out what is at these defaults.
-    experts: Experts = NO_EXPERTS
-    dense_layers: tuple[int, ...] = ()
-    """Layers that have an MLP though `experts` is there."""
-    latent: Latent = NO_LATENT
+    experts: Experts | None = None
+    latent: Latent | None = None
     sinks: bool = False
     """A learned score for each head that takes part in the softmax and attends to nothing."""
     rotary_size: int | None = None
     """Rotated elements of a head, if not all."""
     rope_pairs: str = "halves"
     """Elements that rotate together: i and i + half, or `neighbours` 2i and 2i + 1."""
-    no_rope_layers: tuple[int, ...] = ()
     whole_qk_norm: bool = False
     """The norms of queries and keys span all heads."""
-    norm_after: bool = False
-    """Norms follow attention and MLP, and are not before them."""
-    norm_around: bool = False
-    """Norms are before and after them."""
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
     local_rope_theta: float | None = None
@@ -111,13 +99,9 @@ class ModelConfig:
     """Queries at position p are multiplied by 1 + a log(1 + floor(p / b)), of these a and b."""
     output_gate: bool = False
     """Attention's output is multiplied by a sigmoid of the token, element by element."""
-    recurrent: Recurrent = NO_RECURRENT
+    recurrent: Recurrent | None = None
     mtp_layers: int = 0
     """Modules of multi-token prediction that the file names; they are left out."""
-    mlp_alone: tuple[int, ...] = ()
-    """Layers that have an MLP or experts, and nothing before them."""
-    mixer_alone: tuple[int, ...] = ()
-    """Layers that have attention or a recurrent mixer, and nothing after it."""
     attention_scale: float | None = None
     """Factor of the scores, if not head_dim ** -0.5."""
     embedding_scale: float = 1.0
@@ -145,71 +129,38 @@ class ModelConfig:
         return self.latent.rope_dim if self.latent else self.rotary_size or self.head_dim
 
     @property
-    def blocks_end_with_norm(self) -> bool:
-        """Whether a norm follows a block's last linear layer: recomputation repeats that layer then."""
-        return self.norm_after or self.norm_around
+    def parts(self) -> frozenset[str | None]:
+        """The kinds of mixers and MLPs that its layers have."""
+        return frozenset(part for layer in self.layers for part in (layer.mixer, layer.mlp))
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in place of an MLP."""
-        return bool(self.experts) and layer not in (*self.dense_layers, *self.mixer_alone)
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts that a layer has in place of an MLP."""
+        return self.experts if self.layers[layer].mlp == "experts" else None
 
-    def has_attention(self, layer: int) -> bool:
-        """Whether a layer has attention."""
-        return layer not in (*self.recurrent.layers, *self.mlp_alone)
+    def mlp_groups(self, size: int) -> int:
+        """Groups of rows of an MLP with `size` elements: one for each key/value head if they divide."""
+        return math.gcd(self.num_key_value_heads, size)
 
-    @property
-    def attention_windows(self) -> tuple[int | None, ...]:
-        """The windows of the layers that have attention."""
-        return tuple(w for i, w in enumerate(self.windows) if self.has_attention(i))
+    @functools.cached_property
+    def weights(self) -> dict[str, Weight]:
+        """The table of parameters, by name."""
+        return {weight.name: weight for weight in list_weights(self)}
 
-    @property
-    def qkv_sizes(self) -> tuple[int, ...]:
-        """Rows of the fused first layer of attention: queries, keys, values, and perhaps gates."""
-        gate = (self.query_size,) if self.output_gate else ()
-        return (self.query_size, self.kv_size, self.kv_size, *gate)
+    @functools.cached_property
+    def _matrices(self) -> list[list[Weight]]:
+        by_layer = [[] for _ in self.layers]
+        for weight in self.weights.values():
+            if weight.layer is not None and weight.is_matrix:
+                by_layer[weight.layer].append(weight)
+        return by_layer
 
-    def attention_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
-        """(out, in) of the linear layers of a block's attention, or of what is in its place."""
-        d, heads = self.hidden_size, self.num_attention_heads
-        if layer in self.mlp_alone:
-            return {}
-        if layer in self.recurrent.layers:
-            r = self.recurrent
-            return {"project": (sum(r.segments), d), "out": (d, r.heads * r.head_dim)}
-        out = {"out": (d, heads * self.value_dim)}
-        if not self.latent:
-            return {"qkv": (sum(self.qkv_sizes), d)} | out
-        m = self.latent
-        query = {"q_down": (m.q_rank, d), "q_up": (self.query_size, m.q_rank)}
-        query = query if m.q_rank else {"q": (self.query_size, d)}
-        down, up = (m.kv_rank + m.rope_dim, d), (heads * (m.nope_dim + m.value_dim), m.kv_rank)
-        return query | {"kv_down": down, "kv_up": up} | out
+    def matrices(self, layer: int) -> list[Weight]:
+        """The matrices of a block: its linear layers, and those of all experts, stacked."""
+        return self._matrices[layer]
 
-    def mlp_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
-        """(out, in) of the linear layers of a block that every token passes besides attention."""
-        d, e = self.hidden_size, self.experts
-        if layer in self.mixer_alone:
-            return {}
-        if not self.has_experts(layer):
-            f = self.intermediate_size
-            return {"up": (2 * f if self.gated_mlp else f, d), "down": (d, f)}
-        shapes, f = {"router": (e.number, d)}, e.shared_size
-        if e.latent:
-            shapes |= {"latent_down": (e.latent, d), "latent_up": (d, e.latent)}
-        if e.shared_gate:
-            shapes |= {"shared_gate": (1, d)}
-        return shapes | ({"shared_up": (e.wide * f, d), "shared_down": (d, f)} if f else {})
-
-    def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
-        """(out, in) of a block's linear layers that every token passes, in their order."""
-        return self.attention_shapes(layer) | self.mlp_shapes(layer)
-
-    def expert_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
-        """(out, in) of the two matrices of one expert; none in a layer without experts."""
-        if not self.has_experts(layer):
-            return {}
-        d, f = self.experts.latent or self.hidden_size, self.experts.size
-        return {"experts_up": (self.experts.wide * f, d), "experts_down": (d, f)}
+    def linear_layers(self, layer: int) -> list[Weight]:
+        """The linear layers of a block that every token passes, (out, in) each."""
+        return [weight for weight in self._matrices[layer] if not weight.of_experts]
 
     @property
     def padded_vocab_size(self) -> int:
@@ -227,14 +178,61 @@ class ModelConfig:
         """The resolved values as plain JSON data, without the file's own text."""
         shape = dataclasses.asdict(dataclasses.replace(self, raw={}))
         for field in dataclasses.fields(self):
-            left_out = field.name in ("raw", "unknown_keys", "path", "first_layers")
+            left_out = field.name in ("raw", "unknown_keys", "path", "first_layers", "layers")
             if left_out or getattr(self, field.name) == field.default:
                 del shape[field.name]
         # Fields of later versions do not change a model's hash.
         for name in ("gated", "latent", "shared_gate") if self.experts else ():
-            if getattr(self.experts, name) == getattr(NO_EXPERTS, name):
+            if shape["experts"][name] == getattr(Experts, name):
                 del shape["experts"][name]
-        return shape | {"windows": list(self.windows)}
+        lists = {name: value for name, value in list_layers(self).items() if value}
+        recurrent_layers = lists.pop("recurrent_layers", ())
+        if self.recurrent is not None:
+            shape["recurrent"]["layers"] = recurrent_layers
+        return shape | lists
+
+
+def build_layers(fields: dict[str, Any]) -> tuple[LayerSpec, ...]:
+    """The table of layers, from the lists of a family's reader, which are taken out of `fields`."""
+    names = "recurrent_layers mlp_alone mixer_alone dense_layers no_rope_layers".split()
+    recurrent, mlp_alone, mixer_alone, dense, unrotated = (fields.pop(x, ()) for x in names)
+    after, around = fields.pop("norm_after", False), fields.pop("norm_around", False)
+    attention = "latent" if "latent" in fields else "attention"
+    table = []
+    for i, window in enumerate(fields.pop("windows")):
+        mixer = "recurrent" if i in recurrent else attention
+        mlp = "experts" if "experts" in fields and i not in dense else "dense"
+        rope = "local" if window is not None and "local_rope_theta" in fields else "global"
+        layer = LayerSpec(
+            mixer=None if i in mlp_alone else mixer,
+            mlp=None if i in mixer_alone else mlp,
+            window=window,
+            rope=None if i in unrotated or fields["learned_positions"] else rope,
+            pre_norm=not after,
+            post_norm=after or around,
+        )
+        table.append(layer)
+    return tuple(table)
+
+
+def list_layers(config: ModelConfig) -> dict[str, Any]:
+    """The table of layers as the lists that a model's hash is of: windows, and numbers of layers."""
+
+    def numbers(chosen: Callable[[LayerSpec], bool]) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(config.layers) if chosen(layer))
+
+    first = config.layers[0]
+    rotates = not config.learned_positions
+    return dict(
+        windows=[layer.window for layer in config.layers],
+        recurrent_layers=numbers(lambda layer: layer.mixer == "recurrent"),
+        dense_layers=numbers(lambda layer: layer.mlp == "dense") if config.experts else (),
+        no_rope_layers=numbers(lambda layer: layer.rope is None) if rotates else (),
+        norm_after=first.post_norm and not first.pre_norm,
+        norm_around=first.post_norm and first.pre_norm,
+        mlp_alone=numbers(lambda layer: layer.mixer is None),
+        mixer_alone=numbers(lambda layer: layer.mlp is None),
+    )
 
 
 def model_name(path: str | Path, layers: int | None = None) -> str:
@@ -295,7 +293,7 @@ def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
         if isinstance(raw.get(key), list | str):
             raw[key] = raw[key][:number]
     if "mlp_only_layers" in raw:
-        raw["mlp_only_layers"] = [layer for layer in config.dense_layers if layer < number]
+        raw["mlp_only_layers"] = [i for i in list_layers(config)["dense_layers"] if i < number]
     raw |= dict.fromkeys([key for key in LAYER_KEYS if key in raw] or LAYER_KEYS[:1], number)
     short = parse_config(raw, config.path, config.vocab_multiple)
     if short.num_hidden_layers != number:  # the family has a list of them, and the file does not
@@ -324,14 +322,16 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
         fields["mtp_layers"] = max(further) if given else MTP_FAMILIES[model_type]
     keys.refuse_unsupported()
     fields |= dict(name=model_name(path), path=str(path), model_type=model_type, raw=raw)
-    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=keys.unknown())
+    layers = build_layers(fields)
+    config = ModelConfig(
+        **fields, layers=layers, vocab_multiple=vocab_multiple, unknown_keys=keys.unknown()
+    )
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}; query heads share them evenly"
         )
-    rotates = len(config.no_rope_layers) < config.num_hidden_layers
-    if rotates and not config.learned_positions and config.rope_dim % 2:
+    if any(layer.rope for layer in layers) and config.rope_dim % 2:
         key = "head_dim x partial_rotary_factor" if config.rotary_size else "head_dim"
         key = "qk_rope_head_dim" if config.latent else key
         raise ConfigError(f"{path}: {key} {config.rope_dim} is odd; rotary embeddings need pairs")

@@ -19,14 +19,14 @@ from llm_train_bench.model.layers import (
     no_autocast,
 )
 from llm_train_bench.model.layout import ALONE, Layout, count_rows
-from llm_train_bench.model.shapes import Experts
+from llm_train_bench.model.shapes import Experts, present
 
 
 class Router(nn.Linear):
     """Scores experts by a linear layer, and chooses the best for each token."""
 
     def __init__(self, config: ModelConfig):
-        e = config.experts
+        e = present(config.experts)
         super().__init__(config.hidden_size, e.number, bias=e.biases)
         self.options: Experts = e
         # Learned by no gradient, but saved, sharded and loaded like a parameter.
@@ -119,7 +119,7 @@ class StackedMLPs(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout):
         super().__init__()
-        e = config.experts
+        e = present(config.experts)
         d = e.latent or config.hidden_size
         self.options, self.activation = e, ACTIVATIONS[config.activation]
         number = e.number // layout.ep
@@ -143,10 +143,10 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, balanced: bool = False, layout: Layout = ALONE):
         super().__init__()
-        self.options, self.balanced, self.layout = config.experts, balanced, layout
+        e, d = present(config.experts), config.hidden_size
+        self.options, self.balanced, self.layout = e, balanced, layout
         self.router = Router(config)
         self.experts = StackedMLPs(config, layout)
-        e, d = config.experts, config.hidden_size
         self.latent_down = nn.Linear(d, e.latent, bias=config.mlp_bias) if e.latent else None
         self.latent_up = nn.Linear(e.latent, d, bias=config.mlp_bias) if e.latent else None
         self.shared = MLP(config, layout, e.shared_size) if e.shared_size else None

@@ -537,11 +537,12 @@ MODEL = by_key(
     residual_scale="residual_multiplier",
     attention_scale="attention_multiplier attention_scale", query_scale="llama_4_scaling_beta",
     embedding_scale="embedding_multiplier embedding_scale", logit_scale="logits_scaling",
+    recurrent_layers="layers",
     dense_layers="first_k_dense_replace mlp_only_layers mlp_layer_types dense_layers")
 LATENT = by_key(q_rank="q_lora_rank", kv_rank="kv_lora_rank", nope_dim="qk_nope_head_dim",
                 rope_dim="qk_rope_head_dim", value_dim="v_head_dim")
 RECURRENT = by_key(
-    layers="layers", groups="linear_num_key_heads n_groups mamba_n_groups",
+    groups="linear_num_key_heads n_groups mamba_n_groups",
     state="linear_key_head_dim ssm_state_size mamba_d_state", conv_bias="use_conv_bias mamba_conv_bias",
     heads="linear_num_value_heads mamba_num_heads mamba_n_heads", least_step="time_step_min",
     head_dim="linear_value_head_dim mamba_head_dim mamba_d_head", bias="use_bias mamba_proj_bias",

@@ -30,7 +30,7 @@ ARCHITECTURES |= dict(
     hy_v3="HYV3ForCausalLM", gemma3_text="Gemma3ForCausalLM",
 )  # fmt: skip
 # Fields that may differ between the weights' config and the run's: they do not change the function.
-TRAINING_KEYS = """name path raw unknown_keys embedding_dropout residual_dropout attention_dropout
+TRAINING_KEYS = """name embedding_dropout residual_dropout attention_dropout
     initializer_range pad_token_id mtp_layers""".split()
 # Tables that old checkpoints kept beside the weights.
 NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -87,8 +87,10 @@ def from_hf(weight: Weight, tensors: list[Tensor]) -> Tensor:
     """The inverse of `to_hf`, without padding rows."""
     dimension, left, parts = 1 if weight.of_experts else 0, iter(tensors), []
     for hf in weight.hf:
-        part = next(left) if "{}" not in hf.name else torch.stack(
-            [next(left) for _ in range(weight.shape[0])]
+        part = (
+            next(left)
+            if "{}" not in hf.name
+            else torch.stack([next(left) for _ in range(weight.shape[0])])
         )
         part = part.transpose(-1, -2) if hf.transposed else part
         parts.append(part.squeeze(1) if weight.module == "attn.conv" and part.ndim == 3 else part)
@@ -111,13 +113,14 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
         return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
         other = load_config(directory, config.vocab_multiple, config.first_layers)
-        ours, theirs = vars(config), vars(other)
-        differ = [key for key in ours if ours[key] != theirs[key] and key not in TRAINING_KEYS]
+        ours, theirs = config.shape(), other.shape()
+        shapes = (key for key in ours | theirs if key not in TRAINING_KEYS)
+        differ = [key for key in shapes if ours.get(key) != theirs.get(key)]
         if differ:
             key = differ[0]
             raise ConfigError(
-                f"{directory}/config.json: {key} is {theirs[key]}, but {config.path} "
-                f"says {ours[key]}; give the config that belongs to the weights"
+                f"{directory}/config.json: {key} is {theirs.get(key)}, but {config.path} "
+                f"says {ours.get(key)}; give the config that belongs to the weights"
             )
     index = _index(directory)
     readers, used = {}, {}

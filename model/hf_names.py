@@ -74,8 +74,11 @@ LLAMA_NAMES = recurrent_names("linear_attn") | {
     "mlp.shared.gate_up": "mlp.shared_experts.gate_proj mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
-AROUND = dict(attn_after="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm")
-AROUND |= dict(mlp_after="post_feedforward_layernorm")
+POST_NORMS = dict(
+    attn_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
 QWEN_HYBRID = {
     "mlp.shared.gate_up": "mlp.shared_expert.gate_proj mlp.shared_expert.up_proj",
     "mlp.shared.down": "mlp.shared_expert.down_proj",
@@ -97,7 +100,8 @@ FAMILY_NAMES = {
     | {f"mlp.experts.{x}.bias": f"mlp.experts.{x}_proj_bias" for x in ("gate_up", "down")}
     | {"mlp.router": "mlp.router"},
     "phi3": {"attn.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_proj"},
-    "olmo2": {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    "olmo2": POST_NORMS,
+    "olmo3": POST_NORMS,
     "minimax_m2": BLOCK_SPARSE
     | {
         "mlp.router.correction": "block_sparse_moe.e_score_correction_bias",
@@ -108,7 +112,7 @@ FAMILY_NAMES = {
         "mlp.shared.gate_up": "mlp.shared_mlp.gate_proj mlp.shared_mlp.up_proj",
         "mlp.shared.down": "mlp.shared_mlp.down_proj",
     },
-    "gemma3_text": AROUND,
+    "gemma3_text": POST_NORMS,
     "qwen3_next": QWEN_HYBRID
     | {"recurrent.project": "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"},
     "qwen3_5_text": QWEN35,
@@ -143,7 +147,6 @@ FAMILY_NAMES = {
         "mlp.shared.down": "mixer.shared_experts.down_proj",
     },
 }
-FAMILY_NAMES["olmo3"] = FAMILY_NAMES["olmo2"]
 
 
 def hf_tensors(
@@ -178,9 +181,7 @@ def hf_tensors(
     )
 
 
-def segments_of_files(
-    config: ModelConfig, part: str
-) -> list[tuple[tuple[int, ...], int]] | None:
+def segments_of_files(config: ModelConfig, part: str) -> list[tuple[tuple[int, ...], int]] | None:
     """The segments that each tensor of a part has, and their groups; None where they are in our order."""
     if part == "attn.qkv" and config.output_gate:  # a head's queries, then its gates
         return [((0, 3), config.num_attention_heads), ((1,), 1), ((2,), 1)]

@@ -19,7 +19,7 @@ from llm_train_bench.model.block_attention import attend_in_blocks
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
-from llm_train_bench.model.shapes import RopeScaling, Yarn
+from llm_train_bench.model.shapes import RopeScaling, Yarn, present
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -86,16 +86,16 @@ class Rope(NamedTuple):
         return q if self.scale is None else (q * self.scale.unsqueeze(-2)).to(q.dtype)
 
 
-def rope_tables(config: ModelConfig, seq_len: int, local: bool = False) -> Rope:
+def rope_tables(config: ModelConfig, seq_len: int, kind: str) -> Rope:
     """Cosines and sines of the rotary embedding, each (seq_len, head_dim / 2) in fp32.
 
-    Source: Su et al. 2021 (RoFormer), with frequencies scaled as the config's `rope_scaling` says. Those
-    of layers with a window (`local`) are not.
+    Source: Su et al. 2021 (RoFormer), with frequencies scaled as the config's `rope_scaling` says.
+    `local` ones are not, and have a base of their own.
     """
     scaling, theta, size = config.rope_scaling, config.rope_theta, config.rope_dim
     exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-    if local and config.local_rope_theta:
-        scaling, theta = None, config.local_rope_theta
+    if kind == "local":
+        scaling, theta = None, present(config.local_rope_theta)
     frequency, factor = 1.0 / theta**exponent, 1.0
     if isinstance(scaling, Yarn):
         frequency, factor = stretch(frequency, scaling, config.rope_theta), scaling.attention_factor
@@ -148,7 +148,7 @@ Mask = Seen | BlockMask | None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (B, T, ..., D) by tables of (T, D / 2) or (B, T, D / 2); halves are paired as in Hugging Face.
+    """Rotate (B, T, ..., D) by tables of (T, D / 2) or (B, T, D / 2), halves paired as in Hugging Face.
 
     In fp32, rounded once. With tables of fewer elements the rest of a head stays as it is.
     """
@@ -268,8 +268,8 @@ class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; one fused q, k, v projection.
 
     The projection has the rows of a key/value head together: of its query heads, key and value (and
-    gates). A layout of several ranks has a part of the heads on each. With `blocks`, which apply_kernels sets,
-    causal attention without dropout is computed by block_attention.py.
+    gates). A layout of several ranks has a part of the heads on each. With `blocks`, which apply_kernels
+    sets, causal attention without dropout is computed by block_attention.py.
     """
 
     blocks = False
@@ -352,7 +352,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
-        m, d = config.latent, config.hidden_size
+        m, d = present(config.latent), config.hidden_size
         self.layout = layout
         self.sizes, self.n_heads = m, config.num_attention_heads // layout.tp
         query = self.n_heads * config.head_dim
@@ -426,8 +426,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     """Perceptron of two layers: d to f, activation, f to d, as GPT-2's; or gated, gate and up fused.
 
-    The gated one is SwiGLU when the activation is SiLU (Shazeer 2020). Its rows are in groups, each of some
-    gates and as many of up, so that a rank's share is one range.
+    The gated one is SwiGLU when the activation is SiLU (Shazeer 2020). Its rows are in groups, each of
+    some gates and as many of up, so that a rank's share is one range.
     """
 
     up: nn.Linear

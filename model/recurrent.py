@@ -23,6 +23,7 @@ from llm_train_bench.model.layers import ACTIVATIONS, Mask, Rope, no_autocast
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.operators import OwnFunction, operator
 from llm_train_bench.model.piece_attention import Seen
+from llm_train_bench.model.shapes import present
 
 
 def chunk_states(k: Tensor, v: Tensor, w: Tensor | None, decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +198,7 @@ class RecurrentMixer(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
-        r, d, tp = config.recurrent, config.hidden_size, layout.tp
+        r, d, tp = present(config.recurrent), config.hidden_size, layout.tp
         self.options, self.layout = r, layout
         self.groups, self.heads = r.groups // tp, r.heads // tp
         value = self.heads * r.head_dim

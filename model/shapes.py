@@ -2,6 +2,44 @@
 
 import dataclasses
 import math
+from typing import Literal, TypeVar
+
+Spec = TypeVar("Spec")
+
+
+def present(part: Spec | None) -> Spec:
+    """A part of a model where the caller knows that the model has it."""
+    assert part is not None
+    return part
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What one layer is made of."""
+
+    mixer: Literal["attention", "latent", "recurrent"] | None
+    """What mixes the tokens, None in a layer that has an MLP or experts alone."""
+    mlp: Literal["dense", "experts"] | None
+    """What follows the mixer, None where nothing does."""
+    window: int | None
+    """The attention's sliding window (positions seen, including its own), None for all positions."""
+    rope: Literal["global", "local"] | None
+    """The rotary tables of its attention; `local` ones have a base of their own (`local_rope_theta`)."""
+    pre_norm: bool
+    """Whether norms are before mixer and MLP."""
+    post_norm: bool
+    """Whether norms are after them: recomputation repeats their last linear layers then."""
+
+    @property
+    def norms(self) -> int:
+        """Norms over the residual stream."""
+        parts = (self.mixer is not None) + (self.mlp is not None)
+        return parts * (self.pre_norm + self.post_norm)
+
+    @property
+    def attends(self) -> bool:
+        """Whether its mixer is attention."""
+        return self.mixer in ("attention", "latent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +110,6 @@ class Experts:
         """Halves of an expert's first matrix."""
         return 2 if self.gated else 1
 
-    def __bool__(self) -> bool:
-        return self.number > 0
-
     @property
     def exact_router(self) -> bool:
         """Whether the router computes in fp32 under every format, as DeepSeek's does."""
@@ -94,15 +129,11 @@ class Latent:
     rope_dim: int
     value_dim: int
 
-    def __bool__(self) -> bool:
-        return self.kv_rank > 0
-
 
 @dataclasses.dataclass(frozen=True)
 class Recurrent:
     """Layers with states in place of attention: Gated DeltaNet, or Mamba2 (model/recurrent.py)."""
 
-    layers: tuple[int, ...]
     delta: bool
     """Whether they follow the delta rule; Mamba2 does not."""
     groups: int
@@ -122,9 +153,6 @@ class Recurrent:
     """Parts of all values that Mamba2's norm takes apart."""
     least_step: float = 0.0
     most_step: float = math.inf
-
-    def __bool__(self) -> bool:
-        return bool(self.layers)
 
     @property
     def segments(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ config says which, and one block serves both.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, P
 from llm_train_bench.model.loss import LinearCrossEntropy, parted_loss
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.recurrent import RecurrentMixer
+from llm_train_bench.model.shapes import LayerSpec
 from llm_train_bench.model.weights import Weight, part_of
 
 
@@ -57,49 +58,45 @@ def saved_ops(attention: bool) -> set:
 
 
 class Block(nn.Module):
-    """One residual block: attention, then the MLP, each behind its norm; a few have only one."""
+    """Residual block: a token mixer, then an MLP or experts. A layer may have only one of the two."""
 
-    attn_norm: Any
     attn: Any
-    mlp_norm: Any
     mlp: Any
 
-    def __init__(self, config: ModelConfig, layer: int, balanced: bool, layout: Layout):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, balanced: bool, layout: Layout):
         super().__init__()
-        attention = LatentAttention if config.latent else Attention
-        attention = RecurrentMixer if layer in config.recurrent.layers else attention
-        mixes, follows = layer not in config.mlp_alone, layer not in config.mixer_alone
-        self.attn_norm = norm_of(config) if mixes else None
-        self.attn = attention(config, layout) if mixes else None
-        self.mlp_norm = norm_of(config) if follows else None
-        if config.has_experts(layer):
-            self.mlp = MixtureOfExperts(config, balanced, layout)
-        else:
-            self.mlp = MLP(config, layout) if follows else None
-        around = config.norm_around
-        self.attn_after, self.mlp_after = (norm_of(config) if around else None for _ in range(2))
-        self.dropout, self.scale = config.residual_dropout, config.residual_scale
-        self.norm_after, self.rotates = config.norm_after, layer not in config.no_rope_layers
-        self.rotates &= not config.learned_positions
+        mixers = dict(attention=Attention, latent=LatentAttention, recurrent=RecurrentMixer)
+        self.attn = self.mlp = None
+        if spec.mixer is not None:
+            self.attn_norm, self.attn_post_norm = norms_of(config, spec)
+            self.attn = mixers[spec.mixer](config, layout)
+        if spec.mlp is not None:
+            self.mlp_norm, self.mlp_post_norm = norms_of(config, spec)
+            experts = spec.mlp == "experts"
+            self.mlp = (
+                MixtureOfExperts(config, balanced, layout) if experts else MLP(config, layout)
+            )
+        self.dropout = nn.Dropout(config.residual_dropout)
+        self.residual_scale = config.residual_scale
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         """(B, T, d) to (B, T, d), with the rotary tables of T positions."""
-        rope = rope if self.rotates else None
-        if self.norm_after:
-            x = x + self.drop(self.attn_norm(self.attn(x, rope, mask)))
-            return x + self.drop(self.mlp_norm(self.mlp(x)))
         if self.attn is not None:
-            h = self.attn(self.attn_norm(x), rope, mask)
-            x = x + self.drop(h if self.attn_after is None else self.attn_after(h))
-        if self.mlp is None:
-            return x
-        h = self.mlp(self.mlp_norm(x))
-        return x + self.drop(h if self.mlp_after is None else self.mlp_after(h))
+            x = self.add(x, self.attn_post_norm(self.attn(self.attn_norm(x), rope, mask)))
+        if self.mlp is not None:
+            x = self.add(x, self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+        return x
 
-    def drop(self, x: Tensor) -> Tensor:
-        """What is added to the residual stream: after dropout, and times the config's factor."""
-        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        return x if self.scale == 1 else x * self.scale
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """The residual stream and a part's output; a scale of 1 would only move it once more."""
+        y = self.dropout(y)
+        return x + (y if self.residual_scale == 1 else y * self.residual_scale)
+
+
+def norms_of(config: ModelConfig, spec: LayerSpec) -> list[nn.Module]:
+    """The norms before and after a part of a block; one that the family has not is nn.Identity."""
+    places = spec.pre_norm, spec.post_norm
+    return [norm_of(config) if has_norm else nn.Identity() for has_norm in places]
 
 
 def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
@@ -149,7 +146,9 @@ class Transformer(HasWeights):
         self.register_module("embed", Embedding(len(self.rows), d, pad) if embeds else None)
         self.positions = Embedding(config.max_position_embeddings, d) if learned else None
         # By the number of the layer, which is part of its parameters' names.
-        self.blocks = nn.ModuleDict({str(i): Block(config, i, balanced, layout) for i in layers})
+        specs = {str(i): config.layers[i] for i in layers}
+        blocks = {name: Block(config, spec, balanced, layout) for name, spec in specs.items()}
+        self.blocks = nn.ModuleDict(blocks)
         self.register_module("norm", norm_of(config) if self.last else None)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
@@ -162,7 +161,7 @@ class Transformer(HasWeights):
         # The rows of parameters by their names here: more with adapters, and other ones where modules are
         # exchanged (apply/fp8/te.py).
         self.table = dict(config.weights)
-        self.ropes: dict[bool, Rope] = {}  # of layers with a window, if these have their own
+        self.ropes: dict[str, Rope] = {}
         self.masks: dict[tuple[int, int | None], BlockMask] = {}
 
     def weights(self) -> Iterator[tuple[Weight, nn.Parameter]]:
@@ -186,21 +185,15 @@ class Transformer(HasWeights):
         inside = None if documents is None else documents.places(x.device)
         if self.first:
             x = self.embed_tokens(x, places, inside)
-        where, masks = (T, x.device, places.gathered, inside), {}
-        rope = local = self.rope_for(*where)
-        if self.config.local_rope_theta is not None:
-            local = self.rope_for(*where, local=True)
-        recurrent = None
-        if documents is not None and self.config.recurrent:
-            recurrent = Seen(starts=documents.starts.to(x.device, non_blocking=True))
-        for layer, block in self.blocks.items():
-            window = self.config.windows[int(layer)]
-            if int(layer) in self.config.recurrent.layers:
-                x = block(x, rope, recurrent)
-                continue
-            if window not in masks:
-                masks[window] = self.mask_for(T, window, places, documents, x.device)
-            x = block(x, rope if window is None else local, masks[window])
+        ropes, masks = {}, {}
+        for name, block in self.blocks.items():
+            layer = self.config.layers[int(name)]
+            if layer.rope not in ropes:
+                ropes[layer.rope] = self.rope_for(T, x.device, layer.rope, places.gathered, inside)
+            kind = layer.mixer, layer.window
+            if kind not in masks:
+                masks[kind] = self.mask_for(T, layer, places, documents, x.device)
+            x = block(x, ropes[layer.rope], masks[kind])
         if not self.last:
             return x
         x = self.norm(x)
@@ -253,37 +246,38 @@ class Transformer(HasWeights):
         self,
         T: int,
         device: torch.device,
+        kind: str | None,
         gathered: Tensor | None = None,
         inside: Tensor | None = None,
-        local: bool = False,
     ) -> Rope | None:
-        """The rotary tables of a rank's positions, made at the first call and kept in fp32.
-
-        `local` are those of layers with a window.
-        """
-        if self.config.learned_positions:
+        """The rotary tables of a rank's positions, made at the first call and kept in fp32."""
+        if kind is None:
             return None
-        if local not in self.ropes or self.ropes[local].cos.device != device:
-            tables = rope_tables(self.config, self.seq_len, local)
+        if kind not in self.ropes or self.ropes[kind].cos.device != device:
+            tables = rope_tables(self.config, self.seq_len, kind)
             scale = None if tables.scale is None else tables.scale.to(device)
-            self.ropes[local] = Rope(tables.cos.to(device), tables.sin.to(device), scale)
+            self.ropes[kind] = Rope(tables.cos.to(device), tables.sin.to(device), scale)
         if inside is None:
             where = slice(T) if gathered is None else gathered
         else:
             where = inside if gathered is None else inside[:, gathered]
-        return self.ropes[local].at(where)
+        return self.ropes[kind].at(where)
 
     def mask_for(
         self,
         T: int,
-        window: int | None,
+        layer: LayerSpec,
         places: Places,
         documents: Documents | None,
         device: torch.device,
     ) -> Mask:
-        """What a layer with this window sees; None where that is all that comes before."""
-        window = None if window is None or window >= T else window
+        """What a layer's mixer sees; None where that is all that comes before."""
         starts = None if documents is None else documents.starts
+        if layer.mixer is None:
+            return None
+        if layer.mixer == "recurrent":
+            return None if starts is None else Seen(starts=starts.to(device, non_blocking=True))
+        window = layer.window if layer.window is None or layer.window < T else None
         if places.queries is not None:
             return Seen(window, starts, places.queries, places.order)
         if window is None and starts is None:

@@ -141,7 +141,7 @@ def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
     return int(len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0)
 
 
-def weights(config: ModelConfig) -> list[Weight]:
+def list_weights(config: ModelConfig) -> list[Weight]:
     """All parameters of the plain model, in its order; a tied head is none."""
     rows, d = config.padded_vocab_size, config.hidden_size
     table = dict(split=ROWS, padding=rows - config.vocab_size)
@@ -210,9 +210,10 @@ class _Rows:
             self.add(module, (size,), "bias", ZEROS)
 
     def add_norms(self, part: str, spec: LayerSpec) -> None:
-        """Add the norms before and after a part of a block; the only one is called `norm`."""
-        for name in ("norm", "after") if spec.pre_norm and spec.post_norm else ("norm",):
-            self.add_norm(f"{part}_{name}", self.config.hidden_size)
+        """Add the norms before and after a part of a block."""
+        for name, has_norm in (("norm", spec.pre_norm), ("post_norm", spec.post_norm)):
+            if has_norm:
+                self.add_norm(f"{part}_{name}", self.config.hidden_size)
 
 
 def _attention(block: _Rows) -> None:

@@ -51,9 +51,8 @@ import train_pp
 from llm_train_bench.apply.optimizer import build_optimizer, gradient_norm, optimizer_step
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.measure.device import pick_device
-from llm_train_bench.model import layers, transformer
+from llm_train_bench.model import init, layers, transformer
 from llm_train_bench.model.experts import Router, fullest_expert
-from llm_train_bench.model import init
 from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.transformer import Transformer

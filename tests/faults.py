@@ -65,7 +65,9 @@ KEEP_ALL = mock.patch.object(manifest, "KEPT", 1000)
 def whole_state(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, which must verify."""
     return {
-        name: read_block(directory, name, t.parts, Shard((0,) * len(t.shape), t.shape), DTYPES[t.dtype])
+        name: read_block(
+            directory, name, t.parts, Shard((0,) * len(t.shape), t.shape), DTYPES[t.dtype]
+        )
         for name, t in verify(directory).tensors.items()
     }
 

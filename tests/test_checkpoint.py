@@ -19,6 +19,8 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.hf import to_hf
 from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import MEETING
 from llm_train_bench.results import result_files

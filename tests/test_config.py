@@ -10,7 +10,7 @@ import transformers
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from llm_train_bench.formulas import parameters
-from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
+from llm_train_bench.formulas.parameters import count_parameters, learnt_weights
 from llm_train_bench.model.config import ConfigError, keep_first_layers, load_config, parse_config
 from llm_train_bench.model.transformer import Transformer
 from tests.helpers import FAMILIES, LLAMA, ROOT, rows_of
@@ -58,14 +58,18 @@ def test_active_parameters_are_those_published(name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameter_formula_on_every_family(family):
+def test_the_table_of_weights_is_what_every_family_builds(family):
     plain, padded = (parse_config(FAMILIES[family], "x.json", rows) for rows in (1, 64))
     for shape in (plain, padded):
         with torch.device("meta"):
-            named = Transformer(shape, 8).named_parameters()
-            built = {n: tuple(p.shape) for n, p in named if p.requires_grad}
-        assert parameter_shapes(shape) == built
-    numbers = sum(map(math.prod, parameter_shapes(plain).values()))
+            built = dict(Transformer(shape, 8).named_parameters())
+        assert {n: w.shape for n, w in shape.weights.items()} == {
+            n: p.shape for n, p in built.items()
+        }
+        assert {w.name for w in learnt_weights(shape)} == {
+            n for n in built if built[n].requires_grad
+        }
+    numbers = sum(math.prod(weight.shape) for weight in learnt_weights(plain))
     assert count_parameters(plain) == count_parameters(padded) == numbers
 
 
@@ -75,12 +79,10 @@ def test_first_layers_are_a_model_of_their_own(family):
     whole = parse_config(FAMILIES[family], "x.json")
     for n in range(1, whole.num_hidden_layers + 1):
         first = keep_first_layers(whole, n)
-        assert (first.num_hidden_layers, first.windows) == (n, whole.windows[:n])
+        assert (first.num_hidden_layers, first.layers) == (n, whole.layers[:n])
         assert first.hash == parse_config(first.raw, "y.json").hash
-        assert first.no_rope_layers == tuple(i for i in whole.no_rope_layers if i < n)
         beyond = tuple(f"blocks.{layer}." for layer in range(n, whole.num_hidden_layers))
-        shapes = parameter_shapes(whole).items()
-        assert parameter_shapes(first) == {k: v for k, v in shapes if not k.startswith(beyond)}
+        assert [*first.weights] == [name for name in whole.weights if not name.startswith(beyond)]
     assert first.hash == whole.hash
 
 
@@ -114,7 +116,7 @@ def test_absent_keys_take_the_defaults_of_transformers():
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
         assert ours.tie_word_embeddings == theirs.tie_word_embeddings
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
-        assert set(ours.windows) == {getattr(theirs, "sliding_window", None)}
+        assert {layer.window for layer in ours.layers} == {getattr(theirs, "sliding_window", None)}
     ours = parse_config({"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4}, "x.json")
     theirs = transformers.GPT2Config()
     assert ours.vocab_size == theirs.vocab_size

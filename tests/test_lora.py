@@ -24,9 +24,10 @@ ADAPTED = "llama qwen2 qwen3 mistral phi3 gemma3_text olmo3 deepseek_v3 glm4_moe
 
 def adapted(family, targets, weights=None, rank=4, alpha=6.0):
     """Our model with adapters, whose second halves are no longer zero."""
-    lora = Lora(rank, alpha, frozenset(targets.split(",")), 4)
+    shape = config(family)
+    lora = Lora(rank, alpha, 4, tuple(adapters(shape, frozenset(targets.split(",")), rank)))
     with torch.device("meta"):
-        model = Transformer(config(family), T)
+        model = Transformer(shape, T)
     apply_lora(model, lora)
     materialize(model, CPU, 0, weights)
     torch.manual_seed(0)

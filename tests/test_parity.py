@@ -69,7 +69,7 @@ def some_tokens(n, length):
 def gradients_of(ours, theirs) -> tuple[dict, dict]:
     """Our gradients and theirs, as the tensors of their files."""
     theirs = revert_weight_conversion(theirs, {n: p.grad for n, p in theirs.named_parameters()})
-    trained = [(name, p.grad) for name, p in ours.named_parameters() if p.requires_grad]
+    trained = [(weight, p.grad) for weight, p in ours.weights() if p.requires_grad]
     return dict(pair for weight, grad in trained for pair in to_hf(weight, grad)), theirs
 
 

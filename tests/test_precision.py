@@ -468,7 +468,7 @@ def failure(flags, tmp_path, capsys) -> str:
 
 
 def test_a_compile_error_is_one_line_that_names_the_block(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Block, "drop", lambda self, x: x + len(input()))
+    monkeypatch.setattr(Block, "add", lambda self, x, y: x + y + len(input()))
     line = failure(TINY, tmp_path, capsys)
     assert "torch.compile failed in blocks.0: " in line and "leave out --pt-compile" in line
     assert helpers.only_result(tmp_path)["status"] == "failed"

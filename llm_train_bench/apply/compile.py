@@ -92,7 +92,7 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     grouped_mm = torch.compiler.disable(F.grouped_mm)
     for layer, block in model.blocks.items():
-        whole = not model.config.has_experts(int(layer))
+        whole = model.config.layers[int(layer)].mlp != "experts"
         if not whole:  # rows are put in order eagerly
             mlp: Any = block.mlp
             mlp.sent = torch.compiler.disable(mlp.sent)

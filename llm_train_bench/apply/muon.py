@@ -143,7 +143,9 @@ class Exchange:
         alike: dict[tuple[int, int], list[Tensor]] = {}
         for owned, rows in whole.items():
             for matrix in fused_matrices(owned.weight, rows):
-                alike.setdefault((matrix.shape[0] * matrix.shape[1], matrix.shape[2]), []).append(matrix)
+                alike.setdefault((matrix.shape[0] * matrix.shape[1], matrix.shape[2]), []).append(
+                    matrix
+                )
         for size, same in alike.items():
             made = orthogonal(torch.stack([matrix.flatten(0, 1) for matrix in same]))
             for matrix, values in zip(same, made * (0.2 * math.sqrt(max(size))), strict=True):

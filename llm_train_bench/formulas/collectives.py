@@ -17,7 +17,7 @@ from llm_train_bench.formulas.parameters import learnt_weights
 from llm_train_bench.formulas.scales import reductions, shared_dimensions
 from llm_train_bench.formulas.work import OUR_TRAINER, Fsdp, Work, alike
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.shapes import NO_EXPERTS
+from llm_train_bench.model.shapes import present
 from llm_train_bench.model.weights import Weight, sharded_dimension
 
 
@@ -78,8 +78,9 @@ def _fsdp_bytes_of(work: Work, part: RankWeight) -> tuple[int, int, int]:
 
     The scales of weights that are gathered in FP8, an all-reduce of a few numbers, are left out.
     """
-    size, weight, experts = padded_size(work, part), part.weight, work.config.experts
-    exact = weight.module == "mlp.router" and weight.is_matrix and experts.exact_router
+    size, weight = padded_size(work, part), part.weight
+    is_router = weight.module == "mlp.router" and weight.is_matrix
+    exact = is_router and present(work.config.experts).exact_router
     width = 4 if exact and not work.bf16_weights else work.matmul_bytes
     if work.fp8.all_gather and weight.is_matrix and weight.module in work.fp8.layers:
         width = 1
@@ -115,7 +116,7 @@ def fsdp_bytes(work: Work, pp_rank: int = 0) -> dict[str, int]:
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
         moved["all_reduce"] += 4 * partial
         if config.experts and config.experts.correction_rate:
-            routers = sum(config.has_experts(i) for i in layers)
+            routers = sum(config.layers[i].mlp == "experts" for i in layers)
             moved["all_reduce"] += 4 * config.experts.number * routers
         if work.optimizer == "muon" and fsdp.shards > 1:  # to the owners of matrices, and back
             moved["all_to_all"] += round(2 * 2 * muon_numbers(work, pp_rank))
@@ -219,17 +220,19 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     back = int(work.trains)
     passes = 1 + back + again
     repeats = int(checkpointed and work.recompute.policy != "cheap")  # what no policy keeps
-    experts = config.experts if config.has_experts(layer) else NO_EXPERTS
+    spec, experts = config.layers[layer], config.experts_of(layer)
+    mixes, follows = spec.mixer is not None, spec.mlp is not None
+    if experts is not None:  # of what follows, tp divides the shared expert alone
+        follows = experts.shared_size > 0
     if fsdp.tp > 1:
         move = functools.partial(TokenMoves, "tp", ranks=fsdp.tp, apart=1)
         gathered = own * fsdp.tp * config.hidden_size * w
-        mixes = layer not in config.mlp_alone
-        follows = layer not in config.mixer_alone and bool(not experts or experts.shared_size)
         places = mixes + follows
         # Each place gathers and reduces forward, and the other way round backward. What ranks keep is
         # their shards: backward gathers it again, beside the gradient of the input.
         inputs = [config.hidden_size] * places
-        if mixes and (m := config.latent) and layer not in config.recurrent.layers:
+        if spec.mixer == "latent":
+            m = present(config.latent)
             inputs = [m.q_rank or config.hidden_size, m.kv_rank] + [config.hidden_size] * follows
             yield move("all_gather", 1 + repeats, own * fsdp.tp * m.rope_dim * w)
             yield move("reduce_scatter", back, own * fsdp.tp * m.rope_dim * w)
@@ -243,9 +246,8 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         if mixes and config.whole_qk_norm:  # mean squares of queries and keys, in fp32
             yield move("all_reduce", passes, 8 * work.gathered_tokens)
         # A recomputation stops before the last reduction, unless a norm or experts come after it.
-        last = config.blocks_end_with_norm
-        repeated = (mixes and (last or layer not in config.mixer_alone)) + (
-            follows and (last or experts.shared_size > 0)
+        repeated = (mixes and (spec.post_norm or spec.mlp is not None)) + (
+            follows and (spec.post_norm or experts is not None)
         )
         yield move("reduce_scatter", places + again * repeated, gathered)
     if fsdp.cp > 1:
@@ -254,11 +256,11 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         kv_heads = heads if config.latent else work.kv_heads
         kv = kv_heads * (config.head_dim + config.value_dim)
         widths = heads * config.head_dim + kv, heads * config.value_dim
-        if layer in config.recurrent.layers:
-            r = config.recurrent
+        if spec.mixer == "recurrent":
+            r = present(config.recurrent)
             key, heads = max(r.groups // fsdp.tp, fsdp.cp) * r.state, r.heads // fsdp.tp
             widths = 2 * key + heads * (r.head_dim + 1 + r.delta), heads * r.head_dim
-        if layer in config.mlp_alone:
+        if not mixes:
             widths, kv = (), 0
         if fsdp.ulysses:
             for width in widths:
@@ -279,7 +281,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         yield move(passes, round(sent * 2 * experts.per_token * 4))
         if not work.balanced:  # or it is always the same
             yield move(1 + again * work.compiled, 16 * fsdp.ep)
-    if experts.aux_loss and work.trains:
+    if experts and experts.aux_loss and work.trains:
         yield TokenMoves("ep", "all_reduce", 1 + repeats, 4 * experts.number, fsdp.ranks, 1)
 
 
@@ -289,7 +291,7 @@ def tokens_sent(work: Work) -> float:
     Of a token's k experts those of one rank get it once. Balanced ones are k neighbours of all, dealt out
     in turn; learned ones are thought to be chosen alike.
     """
-    e, ep = work.config.experts, work.fsdp.ep
+    e, ep = present(work.config.experts), work.fsdp.ep
     k, each = e.per_token, e.number // ep
     if work.trainer is not OUR_TRAINER:
         return k
@@ -389,7 +391,7 @@ def _rows_once(work: Work, near: int) -> float:
 
     Of k experts chosen alike, n places see n (1 - (1 - 1/n)^k) tokens of k.
     """
-    k = work.config.experts.per_token
+    k = present(work.config.experts).per_token
     places = work.fsdp.ep // near if work.fsdp.ep > near else work.fsdp.ep
     return places * (1 - (1 - 1 / places) ** k) / k
 

@@ -19,9 +19,15 @@ no useful work and are not counted.
 import math
 from collections.abc import Sequence
 
-from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
+from llm_train_bench.formulas.parameters import (
+    count_parameters,
+    expert_numbers,
+    linear_parameters,
+)
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shapes import present
+from llm_train_bench.model.weights import Weight
 
 
 def attended_keys(
@@ -54,7 +60,7 @@ def recurrent_flops_per_token(
     each of H heads). The delta rule solves C x C triangular systems for N + P columns. With the state
     (N x P) there are two products a token, by the delta rule three.
     """
-    r = config.recurrent
+    r = present(config.recurrent)
     lengths = ((lengths, 1),) if isinstance(lengths, int) else lengths
     tokens = sum(length * count for length, count in lengths)
     chunk = sum(count * length * min(length, r.chunk) for length, count in lengths) / tokens
@@ -87,11 +93,13 @@ def flops_per_token(
     forward = 2 * sum(linear_parameters(config).values())
     width = attention_width(config)
     forward += sum(
-        width * attended_keys(lengths, window, causal) for window in config.attention_windows
+        width * attended_keys(lengths, layer.window, causal)
+        for layer in config.layers
+        if layer.attends
     )
-    if config.recurrent:
+    if "recurrent" in config.parts:
         each = recurrent_flops_per_token(config, lengths, causal)
-        forward += len(config.recurrent.layers) * each
+        forward += each * sum(layer.mixer == "recurrent" for layer in config.layers)
     return PASS_FORWARDS[pass_type] * forward
 
 
@@ -135,7 +143,7 @@ def _before_adapters(work: Work, causal: bool) -> float:
         queries = after(layers, "attn.qkv", "attn.q", "attn.q_down", "attn.q_up")
         values = after(layers, "attn.kv_down", "attn.kv_up")
         if not (queries or values):
-            keys = attended_keys(work.batch.lengths, config.windows[i], causal)
+            keys = attended_keys(work.batch.lengths, config.layers[i].window, causal)
             total += attention_width(config) * keys
         stream = after(layers, "attn.out", needed=queries or values)
         if not stream:
@@ -174,14 +182,16 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
     stops_early = work.compiled or not (fp8_down or config.residual_dropout)
     total = 0.0
     for i in recompute.blocks:
-        if config.has_attention(i):
-            total += width * attended_keys(work.batch.lengths, config.windows[i], causal)
-        elif i in config.recurrent.layers and attention:
+        layer = config.layers[i]
+        if layer.attends:
+            total += width * attended_keys(work.batch.lengths, layer.window, causal)
+        elif layer.mixer == "recurrent" and attention:
             total += recurrent_flops_per_token(config, work.batch.lengths, causal)
         if recompute.policy == "block":
-            last = ["attn.out" if i in config.mixer_alone else "mlp.down"]
-            last += [] if config.experts.shared_gate else ["mlp.latent_up"]
-            skipped = last if stops_early and not config.blocks_end_with_norm else ()
+            last = ["attn.out" if layer.mlp is None else "mlp.down"]
+            gated = layer.mlp == "experts" and present(config.experts).shared_gate
+            last += [] if gated else ["mlp.latent_up"]
+            skipped = last if stops_early and not layer.post_norm else ()
             repeated = (w for w in config.linear_layers(i) if w.module not in skipped)
             total += 2 * sum(math.prod(weight.shape) for weight in repeated)
             total += 2 * expert_numbers(config, i)

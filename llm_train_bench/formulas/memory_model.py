@@ -19,6 +19,7 @@ from llm_train_bench.formulas.collectives import (
 )
 from llm_train_bench.formulas.work import OUR_TRAINER, Work, alike
 from llm_train_bench.model.chunks import chunk_rows
+from llm_train_bench.model.shapes import present
 
 # Memory on a GPU besides PyTorch's tensors. CUDA context and libraries, and communication buffers:
 # by experience, not measured here. The allocator's own code left gaps of 1 to 7 % in steps of 1 to
@@ -226,15 +227,16 @@ def _cheap(work: Work, layer: int) -> float:
     """Numbers that a block need not keep: what norms, activations and latent queries and keys made."""
     config, tp = work.config, work.fsdp.tp
     d, tokens = config.hidden_size / _input_shards(work), work.gathered_tokens
-    numbers = 0.0 if layer in config.mlp_alone else d * tokens
-    if m := config.latent:
+    spec, e = config.layers[layer], config.experts_of(layer)
+    numbers = 0.0 if spec.mixer is None else d * tokens
+    if spec.mixer == "latent":
+        m = present(config.latent)
         a, heads = config.query_size / tp, config.num_attention_heads / tp
         numbers += (2 * a + heads * (m.nope_dim + m.value_dim)) * tokens
-    if layer in config.mixer_alone:
+    if spec.mlp is None:
         return numbers
-    if not config.has_experts(layer):
+    if e is None:
         return numbers + (d + config.intermediate_size / tp) * tokens
-    e = config.experts
     return numbers + work.expert_rows * e.size * (1 + bool(e.limit))
 
 
@@ -276,7 +278,12 @@ class _Sizes:
             ahead = 2 * self.block if fsdp.reshard else self.blocks_here
             width = 1 if work.fp8.all_gather else self.width
             self.gathered_blocks = width * ahead
-        elif not kept and work.amp != "off" and work.weight_bytes == work.lora.base_bytes == 4:
+        elif (
+            not kept
+            and work.amp != "off"
+            and work.weight_bytes == 4
+            and (not work.lora or work.lora.base_bytes == 4)
+        ):
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
         width = config.hidden_size if work.trains and not work.lora else 0
@@ -340,8 +347,7 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     they are recomputed or in FP8.
     """
     config, w, d = work.config, work.matmul_bytes, work.config.hidden_size
-    parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
-    norms = parts * (1 + config.norm_around)
+    norms = config.layers[layer].norms
     numbers = norms * d * work.own_tokens
     extra = 4 * norms * (1 if config.rms_norm else 2) * work.own_tokens
     if config.rms_norm and not fused_norm and not work.compiled:
@@ -374,7 +380,8 @@ def states_kept(work: Work) -> tuple[float, float]:
     C positions a chunk, N x P numbers of a state, for each of H heads: copies of the convolution's input
     and its sum; matrices of C x C pairs; queries and keys for every head; what enters and leaves norms.
     """
-    config, r, tp, tokens = work.config, work.config.recurrent, work.fsdp.tp, work.gathered_tokens
+    config, tp, tokens = work.config, work.fsdp.tp, work.gathered_tokens
+    r = present(config.recurrent)
     key, value = r.groups * r.state / tp, r.heads * r.head_dim / tp
     heads, chunk = r.heads / tp, min(r.chunk, work.batch.seq_len)
     channels, gates = 2 * key + value, heads * (1 + r.delta)
@@ -399,9 +406,10 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     log-sum-exp. Exchanges between cp ranks leave what came, not what was sent.
     """
     config, fsdp, te = work.config, work.fsdp, work.fp8.backend == "te"
-    if layer in config.mlp_alone:
+    mixer = config.layers[layer].mixer
+    if mixer is None:
         return 0.0, 0.0
-    if layer in config.recurrent.layers:
+    if mixer == "recurrent":
         return states_kept(work)
     tp, cp, d = fsdp.tp, fsdp.cp, config.hidden_size
     heads, a, kv = config.num_attention_heads / tp, config.query_size / tp, work.kv_size
@@ -413,7 +421,8 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     in_blocks = _blocks_kept(work)  # in the place of q, k and v
     if in_blocks:
         other -= 4 * heads
-    if m := config.latent:
+    if mixer == "latent":
+        m = present(config.latent)
         # Narrow layers and norms around them are for own tokens; all have the rotated part of keys.
         low = (2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim) / _input_shards(work)
         heads_kept = in_blocks or a + heads * (m.nope_dim + m.value_dim) + a
@@ -467,10 +476,10 @@ def _pairs_kept(work: Work) -> float:
 def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
     """The same of a block's MLP, or of its experts: their rows come from any rank."""
     config, fp8, tp = work.config, work.fp8, work.fsdp.tp
-    d, e = config.hidden_size, config.experts
-    if layer in config.mixer_alone:
+    d, e = config.hidden_size, config.experts_of(layer)
+    if config.layers[layer].mlp is None:
         return 0.0, 0.0
-    if not config.has_experts(layer):
+    if e is None:
         f = config.intermediate_size / tp
         numbers, other = (2 * f if config.gated_mlp else f), 0.0
         if fp8.backend == "te":
@@ -511,15 +520,15 @@ def _passing_activations(work: Work, layer: int) -> float:
     """
     config, tp = work.config, work.fsdp.tp
     f, a, kv = config.intermediate_size / tp, config.query_size / tp, work.kv_size
-    tokens = work.gathered_tokens
-    if config.has_experts(layer):
-        tokens, f = work.expert_rows, config.experts.size
+    tokens, experts = work.gathered_tokens, config.experts_of(layer)
+    if experts is not None:
+        tokens, f = work.expert_rows, experts.size
     # Compiled, the activation and the product with it are one kernel.
     mlp = (3 if work.compiled else 4) * f if config.gated_mlp else 2 * f
     if work.fp8 and work.fp8.backend == "torchao" and not work.compiled:
         mlp = (3 if config.gated_mlp else 2) * f + 4 * f  # to FP8 by way of two fp32 copies
     more = 0.0
-    if config.has_experts(layer):
+    if experts is not None:
         mlp += 2 * config.hidden_size
         more = _sums_passing(work)
     attention = (a + 2 * kv) + (0 if config.learned_positions else a + kv) + a + _blocks_kept(work)
@@ -531,7 +540,7 @@ def _sums_passing(work: Work) -> float:
     """Bytes of tokens that came from other ranks for experts, and of their sums in fp32."""
     if work.fsdp.ep == 1 or work.trainer is not OUR_TRAINER:
         return 0.0
-    size = work.config.experts.latent or work.config.hidden_size
+    size = present(work.config.experts).latent or work.config.hidden_size
     return work.own_tokens * tokens_sent(work) * size * (work.matmul_bytes + 4)
 
 
@@ -580,10 +589,11 @@ def _backward_buffers(work: Work, layer: int) -> float:
     Of experts also those of rows: weighed and not weighed, and under --ep those that came.
     """
     config, wide = work.config, 2 if work.config.gated_mlp else 1
-    if config.has_experts(layer):
+    experts = config.experts_of(layer)
+    if experts is not None:
         rows = work.expert_rows
-        passing = (2 + (work.fsdp.ep > 1)) * (config.experts.latent or config.hidden_size)
-        numbers = rows * (wide * config.experts.size + passing)
+        passing = (2 + (work.fsdp.ep > 1)) * (experts.latent or config.hidden_size)
+        numbers = rows * (wide * experts.size + passing)
         return work.matmul_bytes * numbers + _sums_passing(work)
     tp = work.fsdp.tp
     again = config.hidden_size * (_input_shards(work) > 1)  # inputs, gathered again

@@ -20,7 +20,9 @@ def count_parameters(config: ModelConfig) -> int:
 
 def count_active_parameters(config: ModelConfig) -> int:
     """The parameters that a token uses: of each layer's experts only those that it is sent to."""
-    experts = sum(math.prod(weight.shape) for weight in config.weights.values() if weight.of_experts)
+    experts = sum(
+        math.prod(weight.shape) for weight in config.weights.values() if weight.of_experts
+    )
     if config.experts is None:
         return count_parameters(config)
     unused = config.experts.number - config.experts.per_token

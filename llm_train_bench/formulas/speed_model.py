@@ -34,6 +34,7 @@ from llm_train_bench.formulas.flops import (
 from llm_train_bench.formulas.memory_model import offloaded_bytes, states_kept
 from llm_train_bench.formulas.step_events import Around, Pieces, step_seconds
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
+from llm_train_bench.model.shapes import present
 from llm_train_bench.model.weights import Weight, sharded_dimension
 
 
@@ -160,7 +161,9 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
         kernels, routing = 3, 0
     passes = 1 if work.trains else 1 / 3
     blocks = (len(layers) + 2) * (kernels * passes + (20 if work.fsdp else 0))
-    return each * (blocks + sum(map(config.has_experts, layers)) * routing * passes)
+    return each * (
+        blocks + sum(config.layers[i].mlp == "experts" for i in layers) * routing * passes
+    )
 
 
 def _learnt(work: Work) -> list[Weight]:
@@ -287,7 +290,7 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
     fsdp, moved = work.fsdp, 0.0
     parts = rank_matrices(work.config, fsdp, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
-    whole = work.weight_bytes == work.lora.base_bytes == 4
+    whole = work.weight_bytes == 4 and (work.lora is None or work.lora.base_bytes == 4)
     if not fsdp and work.amp != "off" and whole:
         moved += 6 * n  # autocast casts every weight in every forward pass
     if fsdp.shards > 1:
@@ -372,15 +375,16 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
 def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Seconds of a layer's attention, or of its states in fp32; forward and backward."""
     config, amp, c = work.config, work.amp, gpu.constants
-    if layer in config.mlp_alone:
+    spec = config.layers[layer]
+    if spec.mixer is None:
         return 0.0, 0.0
-    if layer in config.recurrent.layers:
+    if spec.mixer == "recurrent":
         each = recurrent_flops_per_token(config, work.batch.lengths, causal=False) / work.fsdp.tp
         seconds = work.gathered_tokens * each / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
         return seconds, 2 * seconds
     cudnn = c.cudnn_forward and amp != "off" and work.attention in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
-    window = config.windows[layer]
+    window = spec.window
     keys = attended_keys(work.batch.lengths, window, causal=True)
     tp = work.fsdp.tp
     flops = work.gathered_tokens * attention_width(config) * keys / tp
@@ -397,33 +401,31 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
 def block_bytes(work: Work, layer: int) -> float:
     """Bytes that a block's forward moves outside of matmuls and attention."""
     config, w = work.config, work.matmul_bytes
-    tp = work.fsdp.tp
+    spec, e, tp = config.layers[layer], config.experts_of(layer), work.fsdp.tp
     d, f = config.hidden_size, config.intermediate_size / tp
     a, kv = config.query_size / tp, work.kv_size
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
-    parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
-    norms = parts * (1 + config.norm_around) * (4 * d if work.compiled else 2 * d + 3 * d)
+    norms = spec.norms * (4 * d if work.compiled else 2 * d + 3 * d)
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
     gated = 3 if work.compiled else 5
-    heads = 0 if config.learned_positions or layer in config.no_rope_layers else rope * (a + kv)
+    heads = 0 if spec.rope is None else rope * (a + kv)
     heads += 3 * a * config.output_gate
-    if m := config.latent:  # a share of each head turns; queries and keys are put together
-        size = config.num_attention_heads / tp
+    if spec.mixer == "latent":  # a share of each head turns; queries and keys are put together
+        m, size = present(config.latent), config.num_attention_heads / tp
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
-    if layer in config.mlp_alone:
+    if spec.mixer is None:
         heads = 0
     if work.attention == "math":  # scores, softmax, and their sums, read and written
         heads += 6 * config.num_attention_heads / tp * work.batch.seq_len
     elements = norms * work.own_tokens + heads * work.gathered_tokens
-    if layer in config.recurrent.layers:  # what is kept is written, and read by what comes next
+    if spec.mixer == "recurrent":  # what is kept is written, and read by what comes next
         numbers, others = states_kept(work)
         elements = norms * work.own_tokens + 2 * (numbers + others / w)
-    if layer in config.mixer_alone:
+    if spec.mlp is None:
         return w * elements
-    if not config.has_experts(layer):
+    if e is None:
         elements += (gated * f if config.gated_mlp else 2 * f) * work.gathered_tokens
         return w * elements
-    e = config.experts
     rows = work.expert_rows
     # Rows are put in order and back, sent and received likewise, weighed and added up.
     moves = 4 + 3 + (4 if work.fsdp.ep > 1 else 0)

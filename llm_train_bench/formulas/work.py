@@ -11,7 +11,8 @@ from typing import Any
 
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.shapes import NO_LORA, Lora
+from llm_train_bench.model.shapes import present
+from llm_train_bench.model.weights import Lora
 
 # The parts of a step, in their order.
 STEP_PARTS = ("data", "forward", "backward", "idle", "optimizer")
@@ -170,7 +171,8 @@ NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
 def _layer_kinds(config: ModelConfig) -> list[tuple[Any, ...]]:
     """What of a block decides its time and memory; cached, since a search asks for it again and again."""
     blocks = range(config.num_hidden_layers)
-    return [(tuple(config.block_shapes(i)), config.windows[i]) for i in blocks]
+    modules = [tuple(weight.module for weight in config.linear_layers(i)) for i in blocks]
+    return [(modules[i], config.layers[i].window) for i in blocks]
 
 
 @functools.lru_cache(maxsize=64)
@@ -266,7 +268,7 @@ class Work:
     """Of linear layers: te, plain, onednn, auto where the run is to choose, None without a choice."""
     offload: bool = False
     """Whether what blocks keep for backward goes to the host."""
-    lora: Lora = NO_LORA
+    lora: Lora | None = None
     bf16_weights: bool = False
     """Whether weights, gradients and the optimizer's moments are in bf16."""
     fp8: Fp8Work = NO_FP8
@@ -328,7 +330,8 @@ class Work:
     @property
     def windowed(self) -> bool:
         """Whether a layer has a sliding window shorter than the sequence."""
-        return any(w is not None and w < self.batch.seq_len for w in self.config.windows)
+        windows = [layer.window for layer in self.config.layers if layer.window is not None]
+        return any(window < self.batch.seq_len for window in windows)
 
     @property
     def by_tokens(self) -> bool:
@@ -363,7 +366,7 @@ class Work:
     @property
     def expert_rows(self) -> int:
         """Rows that a rank's experts compute of a micro batch in the mean."""
-        return self.own_tokens * self.config.experts.per_token
+        return self.own_tokens * present(self.config.experts).per_token
 
     @property
     def gathered_tokens(self) -> int:

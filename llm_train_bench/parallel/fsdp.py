@@ -59,9 +59,10 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     units = []
     for layer, block in cast(dict[str, Any], model.blocks).items():
         apart = []
-        if work.config.has_experts(int(layer)) and options.tp * options.ep > 1:
+        experts = work.config.experts_of(int(layer))
+        if experts is not None and options.tp * options.ep > 1:
             apart.append(shard(block.mlp.experts, mesh=meshes["experts"]))
-        if work.config.has_experts(int(layer)) and work.config.experts.exact_router:
+        if experts is not None and experts.exact_router:
             apart.append(shard(block.mlp.router, mesh=meshes["dense"], mp_policy=exact))
         for unit in apart:
             _hide_from_policy(cast(nn.Module, unit))

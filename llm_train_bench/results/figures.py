@@ -1,6 +1,7 @@
 """Turns finished steps into the figures of a result; docs/METRICS.md defines each."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any

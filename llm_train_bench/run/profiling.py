@@ -150,7 +150,7 @@ def observed_in(trace: Trace, run: Run) -> Observed:
         o.graphs_from_cache, o.graphs_generated = compiled.from_cache, compiled.generated
     on_gpu, asked = run.device.type == "cuda", "flex" if run.plan.flex else work.attention
     unnamed = run.plan.flex if not on_gpu else not trace.gpu  # no kernel has a name there
-    attends = any(work.config.has_attention(layer) for layer in work.layers_of(0))
+    attends = any(work.config.layers[i].attends for i in work.layers_of(0))
     if not attends:
         result.attention_kernel = None
     if unnamed or not attends:

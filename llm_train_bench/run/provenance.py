@@ -126,7 +126,7 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
         yield "the balance loss is of each layer, summed; transformers pools them (docs/LAYOUTS.md)"
     if work.lora:
         base = "bf16" if work.lora.base_bytes == 2 else "fp32"
-        yield f"LoRA: {work.lora.numbers:,} parameters trained in fp32, all others frozen in {base}"
+        yield f"LoRA: {work.lora.numbers():,} parameters trained in fp32, all others frozen in {base}"
     if work.bf16_weights:
         what = "weights, gradients and moments" if work.trains else "weights"
         yield f"--bf16-weights: {what} in bf16, without exact copies"
@@ -134,7 +134,7 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
         yield "linear layers and norms of the blocks by Transformer Engine, without FP8"
     if n := work.config.mtp_layers:
         yield f"modules of multi-token prediction: {n} left out"
-    if work.config.recurrent:
+    if "recurrent" in work.config.parts:
         yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
     if snapshot and device.type == "cpu":
         yield "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"

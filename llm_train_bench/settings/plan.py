@@ -181,9 +181,7 @@ def make_plan(
             return make_plan(small, script, world, platform, config, memory_gib, native_amp)
 
         return sized(1) if memory_gib is None else largest_plan(sized, args.global_bsz, memory_gib)
-    if args.route == "balanced" and not any(
-        map(config.has_experts, range(config.num_hidden_layers))
-    ):
+    if args.route == "balanced" and "experts" not in config.parts:
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
     asked = args.amp
     args = dataclasses.replace(args, amp=resolve_amp(args, script, config, platform, native_amp))
@@ -225,7 +223,7 @@ def make_plan(
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
     attention, flex = resolve_attention(work, platform)
     linear = resolve_linear(work, args.linear, platform)
-    lora = resolve_lora(args.part(LoraFlags), work) if args.lora_rank else NO_LORA
+    lora = resolve_lora(args.part(LoraFlags), work) if args.lora_rank else None
     fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform) if args.use_fp8 else NO_FP8
     work = dataclasses.replace(work, attention=attention, linear=linear, lora=lora, fp8=fp8)
     if work.balanced and work.batch.documents and work.by_tokens:
@@ -248,7 +246,8 @@ def resolve_amp(
     Without `native` it is that of current GPUs, or of this machine's CPU. FP8 and Transformer Engine
     need bf16. UsageError for experts whose rows do not fill the 16 bytes that grouped matmuls load.
     """
-    widths = math.gcd(config.hidden_size, config.experts.size) if config.experts else 0
+    experts = config.experts
+    widths = math.gcd(config.hidden_size, experts.size) if experts else 0
     amp = args.amp
     if amp == "auto":
         has_bf16 = platform != "cpu" or cpu_multiplies("bf16")
@@ -260,10 +259,10 @@ def resolve_amp(
         choices = [dataclasses.replace(args, amp=name) for name in formats]
         allowed = [a.amp for a in choices if not broken_rule(a, script)]
         amp = next((name for name in allowed if widths % ROW_UNITS[name] == 0), formats[0])
-    if widths % (unit := ROW_UNITS[amp]):
+    if experts and widths % (unit := ROW_UNITS[amp]):
         raise UsageError(
             f"{config.path}: hidden size {config.hidden_size} and expert size "
-            f"{config.experts.size} must be multiples of {unit} under --amp {amp}; change the config"
+            f"{experts.size} must be multiples of {unit} under --amp {amp}; change the config"
         )
     return amp
 
@@ -383,24 +382,26 @@ def resolve_layout(
     _must_divide("--dp-replicate", args.dp_replicate, f"{world // pp} ranks", world // pp)
     shards = world // pp // args.dp_replicate
     replica = f"the {shards} ranks of a replica"
-    layers, r = range(config.num_hidden_layers), config.recurrent
-    if ep > 1 and not any(map(config.has_experts, layers)):
+    if ep > 1 and "experts" not in config.parts:
         raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
+    r = config.recurrent if "recurrent" in config.parts else None
     if r and not r.delta and r.norm_groups % tp:
         raise UsageError(
             f"--tp {tp}: {config.path} has norms of a state's outputs that span {r.norm_groups} parts of "
             "all heads; use --cp"
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    has_mlp = any(w.module == "mlp.down" for i in layers for w in config.linear_layers(i))
-    mlp = config.intermediate_size if has_mlp else 0
-    sizes = [heads, kv_heads, mlp, r.groups, r.heads, config.experts.shared_size]
-    sizes = [size for size in sizes if size]
+    sizes = [heads, kv_heads]
+    sizes += [config.intermediate_size] if "dense" in config.parts else []
+    sizes += [r.groups, r.heads] if r else []
+    experts = config.experts
+    sizes += [experts.shared_size] if experts and experts.shared_size else []
     parts = "heads, key/value heads and MLP" if not config.latent else "heads and MLP"
     _must_divide("--tp", tp, f"{parts} of {config.path} ({', '.join(map(str, sizes))})", *sizes)
     _must_divide("--tp x --cp", tp * cp, replica, shards)
     _must_divide("--tp x --cp", tp * cp, f"--seq-len {seq_len}", seq_len)
-    _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
+    if experts:
+        _must_divide("--ep", ep, f"{experts.number} experts", experts.number)
     _must_divide("--ep", ep, replica, shards)
     ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
     if r and cp > 1:
@@ -505,14 +506,14 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
 
 def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
     """UsageError for what FP8 libraries, or (`te`) Transformer Engine's modules, have no layers for."""
-    if config.recurrent:
+    if "recurrent" in config.parts:
         raise UsageError(
             f"{flag}: {config.path} has layers with states, which it cannot replace; leave it out"
         )
     parts = {
         "experts": config.experts,
         "latent attention": config.latent,
-        "norms after its layers": config.norm_after or config.norm_around,
+        "norms after its layers": any(layer.post_norm for layer in config.layers),
         "norms of 1 + weight": config.norm_offset,
         "a gate of attention's output": config.output_gate,
     }
@@ -564,7 +565,9 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     shapes = {w.module: w.shard(work.fsdp).sizes[-2:] for w in every if not w.stays_exact}
     modules = {name: [name] for name in shapes}
     if te:  # its modules stand for one or more linear layers
-        modules = {name: [x for x in shapes if f"{x}.".startswith(f"{name}.")] for name in TE_MODULES}
+        modules = {
+            name: [x for x in shapes if f"{x}.".startswith(f"{name}.")] for name in TE_MODULES
+        }
     unfit = {}
     for name, group in modules.items():
         n, k = shapes[group[-1]]

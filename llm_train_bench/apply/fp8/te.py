@@ -150,7 +150,9 @@ def convert(
     config, blocks = model.config, model.blocks.values()
     modules = [module for block in blocks for module in _convert_block(block, config, te, excluded)]
     names = [name for name, _ in model.named_parameters()]
-    model.table = {name: converted_row(config.weights[native_name(name, config)], name) for name in names}
+    model.table = {
+        name: converted_row(config.weights[native_name(name, config)], name) for name in names
+    }
     return modules
 
 

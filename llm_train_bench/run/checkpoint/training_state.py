@@ -26,9 +26,7 @@ def file_of(rank: int) -> str:
     return f"rank{rank:05}.safetensors"
 
 
-def state_tensors(
-    model: HasWeights, optimizer: Optimizer
-) -> Iterator[tuple[str, Weight, Tensor]]:
+def state_tensors(model: HasWeights, optimizer: Optimizer) -> Iterator[tuple[str, Weight, Tensor]]:
     """Every tensor that training changes, by its name in a checkpoint: VALUE/NAME, or KEY/NAME."""
     for weight, parameter in model.weights():
         yield f"{VALUE}/{weight.name}", weight, parameter.detach()
