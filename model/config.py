@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,14 @@ from llm_train_bench.model.weights import Weight, list_weights
 LAYER_KEYS = "num_hidden_layers", "n_layer"
 PER_LAYER = """layer_types layers_block_type hybrid_override_pattern mlp_layer_types
     no_rope_layers""".split()
+# By a reader's list of layers: what they have, in place of what is usual for the model.
+LAYER_LISTS = dict(
+    recurrent_layers=("mixer", "recurrent"),
+    mlp_alone=("mixer", None),
+    dense_layers=("mlp", "dense"),
+    mixer_alone=("mlp", None),
+    no_rope_layers=("rope", None),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,45 +201,35 @@ class ModelConfig:
 
 def build_layers(fields: dict[str, Any]) -> tuple[LayerSpec, ...]:
     """The table of layers, from the lists of a family's reader, which are taken out of `fields`."""
-    names = "recurrent_layers mlp_alone mixer_alone dense_layers no_rope_layers".split()
-    recurrent, mlp_alone, mixer_alone, dense, unrotated = (fields.pop(x, ()) for x in names)
-    after, around = fields.pop("norm_after", False), fields.pop("norm_around", False)
-    attention = "latent" if "latent" in fields else "attention"
-    table = []
-    for i, window in enumerate(fields.pop("windows")):
-        mixer = "recurrent" if i in recurrent else attention
-        mlp = "experts" if "experts" in fields and i not in dense else "dense"
+    after, around = (fields.pop(name, False) for name in ("norm_after", "norm_around"))
+    common = dict(
+        mixer="latent" if "latent" in fields else "attention",
+        mlp="experts" if "experts" in fields else "dense",
+        pre_norm=not after,
+        post_norm=after or around,
+    )
+    layers = []
+    for window in fields.pop("windows"):
         rope = "local" if window is not None and "local_rope_theta" in fields else "global"
-        layer = LayerSpec(
-            mixer=None if i in mlp_alone else mixer,
-            mlp=None if i in mixer_alone else mlp,
-            window=window,
-            rope=None if i in unrotated or fields["learned_positions"] else rope,
-            pre_norm=not after,
-            post_norm=after or around,
-        )
-        table.append(layer)
-    return tuple(table)
+        rope = None if fields["learned_positions"] else rope
+        layers.append(common | dict(window=window, rope=rope))
+    for name, (part, kind) in LAYER_LISTS.items():
+        for i in fields.pop(name, ()):
+            layers[i][part] = kind
+    return tuple(LayerSpec(**layer) for layer in layers)
 
 
 def list_layers(config: ModelConfig) -> dict[str, Any]:
-    """The table of layers as the lists that a model's hash is of: windows, and numbers of layers."""
-
-    def numbers(chosen: Callable[[LayerSpec], bool]) -> tuple[int, ...]:
-        return tuple(i for i, layer in enumerate(config.layers) if chosen(layer))
-
-    first = config.layers[0]
-    rotates = not config.learned_positions
-    return dict(
-        windows=[layer.window for layer in config.layers],
-        recurrent_layers=numbers(lambda layer: layer.mixer == "recurrent"),
-        dense_layers=numbers(lambda layer: layer.mlp == "dense") if config.experts else (),
-        no_rope_layers=numbers(lambda layer: layer.rope is None) if rotates else (),
-        norm_after=first.post_norm and not first.pre_norm,
-        norm_around=first.post_norm and first.pre_norm,
-        mlp_alone=numbers(lambda layer: layer.mixer is None),
-        mixer_alone=numbers(lambda layer: layer.mlp is None),
-    )
+    """The lists that `build_layers` makes the table of; a model's hash is of these."""
+    lists: dict[str, Any] = {
+        name: tuple(i for i, layer in enumerate(config.layers) if getattr(layer, part) == kind)
+        for name, (part, kind) in LAYER_LISTS.items()
+    }
+    lists |= {} if config.experts else {"dense_layers": ()}
+    lists |= {"no_rope_layers": ()} if config.learned_positions else {}
+    before, after = config.layers[0].pre_norm, config.layers[0].post_norm
+    lists |= dict(norm_after=after and not before, norm_around=after and before)
+    return lists | {"windows": [layer.window for layer in config.layers]}
 
 
 def model_name(path: str | Path, layers: int | None = None) -> str:
@@ -322,16 +319,14 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
         fields["mtp_layers"] = max(further) if given else MTP_FAMILIES[model_type]
     keys.refuse_unsupported()
     fields |= dict(name=model_name(path), path=str(path), model_type=model_type, raw=raw)
-    layers = build_layers(fields)
-    config = ModelConfig(
-        **fields, layers=layers, vocab_multiple=vocab_multiple, unknown_keys=keys.unknown()
-    )
+    fields["layers"] = build_layers(fields)
+    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=keys.unknown())
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}; query heads share them evenly"
         )
-    if any(layer.rope for layer in layers) and config.rope_dim % 2:
+    if any(layer.rope for layer in config.layers) and config.rope_dim % 2:
         key = "head_dim x partial_rotary_factor" if config.rotary_size else "head_dim"
         key = "qk_rope_head_dim" if config.latent else key
         raise ConfigError(f"{path}: {key} {config.rope_dim} is odd; rotary embeddings need pairs")

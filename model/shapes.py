@@ -15,20 +15,16 @@ def present(part: Spec | None) -> Spec:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What one layer is made of."""
+    """What a layer has: a mixer of tokens, then an MLP; norms before them, after them, or both."""
 
     mixer: Literal["attention", "latent", "recurrent"] | None
-    """What mixes the tokens, None in a layer that has an MLP or experts alone."""
     mlp: Literal["dense", "experts"] | None
-    """What follows the mixer, None where nothing does."""
     window: int | None
-    """The attention's sliding window (positions seen, including its own), None for all positions."""
+    """Positions that attention sees, including its own; None for all before."""
     rope: Literal["global", "local"] | None
-    """The rotary tables of its attention; `local` ones have a base of their own (`local_rope_theta`)."""
+    """Rotary tables of its attention; `local` ones have the base `local_rope_theta`."""
     pre_norm: bool
-    """Whether norms are before mixer and MLP."""
     post_norm: bool
-    """Whether norms are after them: recomputation repeats their last linear layers then."""
 
     @property
     def norms(self) -> int:

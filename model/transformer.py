@@ -72,11 +72,12 @@ class Block(nn.Module):
             self.attn = mixers[spec.mixer](config, layout)
         if spec.mlp is not None:
             self.mlp_norm, self.mlp_post_norm = norms_of(config, spec)
-            experts = spec.mlp == "experts"
-            self.mlp = (
-                MixtureOfExperts(config, balanced, layout) if experts else MLP(config, layout)
-            )
-        self.dropout = nn.Dropout(config.residual_dropout)
+        if spec.mlp == "dense":
+            self.mlp = MLP(config, layout)
+        elif spec.mlp == "experts":
+            self.mlp = MixtureOfExperts(config, balanced, layout)
+        p = config.residual_dropout
+        self.dropout = nn.Dropout(p) if p else nn.Identity()  # of 0 it is a copy when compiled
         self.residual_scale = config.residual_scale
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
@@ -105,6 +106,13 @@ def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
     if isinstance(norm, RMSNorm):
         norm.offset = float(config.norm_offset)
     return norm
+
+
+def positions_at(places: Tensor | None, inside: Tensor | None, T: int) -> Tensor | slice:
+    """Positions of a sample's places, all T if None; `inside` (B, T) are those within its documents."""
+    if inside is None:
+        return slice(T) if places is None else places
+    return inside if places is None else inside[:, places]
 
 
 class Transformer(HasWeights):
@@ -183,16 +191,18 @@ class Transformer(HasWeights):
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
         places = layout.places(T, x.device, documents)
         inside = None if documents is None else documents.places(x.device)
+        starts = None if documents is None else documents.starts
         if self.first:
-            x = self.embed_tokens(x, places, inside)
+            x = self.embed_tokens(x, places, positions_at(places.own, inside, T))
+        positions = positions_at(places.gathered, inside, T)
         ropes, masks = {}, {}
         for name, block in self.blocks.items():
             layer = self.config.layers[int(name)]
             if layer.rope not in ropes:
-                ropes[layer.rope] = self.rope_for(T, x.device, layer.rope, places.gathered, inside)
+                ropes[layer.rope] = self.rope_for(layer.rope, positions, x.device)
             kind = layer.mixer, layer.window
             if kind not in masks:
-                masks[kind] = self.mask_for(T, layer, places, documents, x.device)
+                masks[kind] = self.mask_for(layer, T, places, starts, x.device)
             x = block(x, ropes[layer.rope], masks[kind])
         if not self.last:
             return x
@@ -207,17 +217,14 @@ class Transformer(HasWeights):
         labels = labels if places.gathered is None else labels[:, places.gathered]
         return self.loss(layout.gather(x).flatten(0, 1), head, labels.flatten())
 
-    def embed_tokens(self, tokens: Tensor, places: Places, inside: Tensor | None) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, places: Places, positions: Tensor | slice) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""
-        own, where = places.own, places.gathered
-        x = self.look_up(tokens if where is None else tokens[:, where])
+        gathered = places.gathered
+        x = self.look_up(tokens if gathered is None else tokens[:, gathered])
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.positions is not None:
-            weight = self.positions.weight
-            where = inside if inside is None or own is None else inside[:, own]
-            where = own if where is None else where
-            x = x + (weight[: tokens.shape[1]] if where is None else weight[where])
+            x = x + self.positions.weight[positions]
         if self.config.embedding_dropout:
             x = F.dropout(x, self.config.embedding_dropout, self.training)
         if (dtype := autocast_dtype(x.device)) is not None:
@@ -243,36 +250,21 @@ class Transformer(HasWeights):
         return F.embedding(ids, weight.float(), self.embed.padding_idx).to(weight.dtype)
 
     def rope_for(
-        self,
-        T: int,
-        device: torch.device,
-        kind: str | None,
-        gathered: Tensor | None = None,
-        inside: Tensor | None = None,
+        self, kind: str | None, positions: Tensor | slice, device: torch.device
     ) -> Rope | None:
-        """The rotary tables of a rank's positions, made at the first call and kept in fp32."""
+        """The rotary tables of these positions; those of all are made at the first call, in fp32."""
         if kind is None:
             return None
         if kind not in self.ropes or self.ropes[kind].cos.device != device:
             tables = rope_tables(self.config, self.seq_len, kind)
             scale = None if tables.scale is None else tables.scale.to(device)
             self.ropes[kind] = Rope(tables.cos.to(device), tables.sin.to(device), scale)
-        if inside is None:
-            where = slice(T) if gathered is None else gathered
-        else:
-            where = inside if gathered is None else inside[:, gathered]
-        return self.ropes[kind].at(where)
+        return self.ropes[kind].at(positions)
 
     def mask_for(
-        self,
-        T: int,
-        layer: LayerSpec,
-        places: Places,
-        documents: Documents | None,
-        device: torch.device,
+        self, layer: LayerSpec, T: int, places: Places, starts: Tensor | None, device: torch.device
     ) -> Mask:
         """What a layer's mixer sees; None where that is all that comes before."""
-        starts = None if documents is None else documents.starts
         if layer.mixer is None:
             return None
         if layer.mixer == "recurrent":

@@ -210,8 +210,7 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     """Tensors that autograd saves in one block, or if compiled those torch's partitioner keeps."""
     T, cpu, sizes = 24, torch.device("cpu"), {}
     shape = load_config(f"configs/{model}.json")
-    layer = dataclasses.replace(shape.layers[0], window=None)
-    changed = changed | dict(num_hidden_layers=1, layers=(layer,), vocab_size=256)
+    changed = changed | dict(num_hidden_layers=1, layers=shape.layers[:1], vocab_size=256)
     config = dataclasses.replace(shape, **changed)
     blocks = "blocks" in flags
     platform = "cpu" if blocks else "nvidia"
@@ -236,7 +235,7 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     low = torch.bfloat16 if work.amp == "bf16" else torch.float32
     x = torch.zeros(2, T, config.hidden_size, dtype=low, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast(work.amp, cpu):
-        output = block(x, whole.rope_for(T, cpu, layer.rope), None)
+        output = block(x, whole.rope_for(config.layers[0].rope, slice(T), cpu), None)
     formula = block_activations(work, False, 0)
     exact = blocks and not (work.compiled or config.latent)
     assert sum(sizes.values()) == pytest.approx(formula, rel=1e-3 if exact else 0.02)
@@ -510,7 +509,8 @@ def test_eager_rotary_embedding_moves_what_the_formula_says(amp):
     with torch.no_grad(), MovedBytes() as moved:
         apply_rope(x, cos, sin)
     rotated = config.query_size + config.kv_size
-    plain = dataclasses.replace(config, learned_positions=True)
+    layers = (dataclasses.replace(config.layers[0], rope=None), *config.layers[1:])
+    plain = dataclasses.replace(config, layers=layers)
     argv = [config.path, "--amp", amp, "--bsz", 64, "--seq-len", T]
     rope, none = (
         speed_model.block_bytes(plan_of(argv, config=shape).work, 0) for shape in (config, plain)

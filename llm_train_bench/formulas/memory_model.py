@@ -229,8 +229,7 @@ def _cheap(work: Work, layer: int) -> float:
     d, tokens = config.hidden_size / _input_shards(work), work.gathered_tokens
     spec, e = config.layers[layer], config.experts_of(layer)
     numbers = 0.0 if spec.mixer is None else d * tokens
-    if spec.mixer == "latent":
-        m = present(config.latent)
+    if m := config.latent:
         a, heads = config.query_size / tp, config.num_attention_heads / tp
         numbers += (2 * a + heads * (m.nope_dim + m.value_dim)) * tokens
     if spec.mlp is None:
@@ -421,8 +420,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     in_blocks = _blocks_kept(work)  # in the place of q, k and v
     if in_blocks:
         other -= 4 * heads
-    if mixer == "latent":
-        m = present(config.latent)
+    if m := config.latent:
         # Narrow layers and norms around them are for own tokens; all have the rotated part of keys.
         low = (2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim) / _input_shards(work)
         heads_kept = in_blocks or a + heads * (m.nope_dim + m.value_dim) + a

@@ -410,8 +410,8 @@ def block_bytes(work: Work, layer: int) -> float:
     gated = 3 if work.compiled else 5
     heads = 0 if spec.rope is None else rope * (a + kv)
     heads += 3 * a * config.output_gate
-    if spec.mixer == "latent":  # a share of each head turns; queries and keys are put together
-        m, size = present(config.latent), config.num_attention_heads / tp
+    if m := config.latent:  # a share of each head turns; queries and keys are put together
+        size = config.num_attention_heads / tp
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
     if spec.mixer is None:
         heads = 0
