@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.operators import OwnFunction
-from llm_train_bench.model.shapes import NO_LORA
+from llm_train_bench.model.shapes import Lora
 from llm_train_bench.model.shares import cuts, divided
 
 # Queries (B, T, H, D), keys and values (B, S, K, D), a mask and the first head's number to (B, T, H, D).
@@ -178,7 +178,7 @@ class HasWeights(nn.Module):
 
     config: ModelConfig
     layout: Layout
-    lora = NO_LORA
+    lora: Lora | None = None
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter under its name in the plain model, by which it is initialised and saved."""

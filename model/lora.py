@@ -47,8 +47,6 @@ class LoraLinear(nn.Linear):
 
 def apply_lora(model: Transformer, lora: Lora) -> None:
     """Freeze a meta-device model, and adapt linear layers of its blocks, in place."""
-    if not lora:
-        return
     model.requires_grad_(False).to(torch.bfloat16 if lora.base_bytes == 2 else torch.float32)
     model.lora, config = lora, model.config
     for name, module in model.blocks.named_modules(prefix="blocks"):
@@ -63,6 +61,7 @@ def apply_lora(model: Transformer, lora: Lora) -> None:
 def adapters_of(model: HasWeights) -> Iterator[tuple[str, Tensor]]:
     """The adapters by peft's names; where ranks share parameters, all of them iterate."""
     config, lora = model.config, model.lora
+    assert lora is not None
     parts = ((n, p.detach()) for n, p in model.weights() if n.endswith((".lora_a", ".lora_b")))
     for name, value in model.layout.wholes(config, parts):
         module, kind = name.rsplit(".", 1)
@@ -77,8 +76,10 @@ def adapters_of(model: HasWeights) -> Iterator[tuple[str, Tensor]]:
 
 def adapter_settings(model: HasWeights, names: Iterable[str]) -> dict[str, Any]:
     """The content of peft's adapter_config.json, for tensors of these names."""
+    lora = model.lora
+    assert lora is not None
     layers = {name.split(".lora_")[0].split(".")[-1] for name in names}
     settings: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none")
-    settings |= dict(lora_dropout=0.0, r=model.lora.rank, lora_alpha=model.lora.alpha)
+    settings |= dict(lora_dropout=0.0, r=lora.rank, lora_alpha=lora.alpha)
     settings |= dict(inference_mode=False, target_modules=sorted(layers))
     return settings | dict(base_model_name_or_path=model.config.name)

@@ -151,9 +151,6 @@ class Lora:
     shapes: tuple[tuple[int, str, int, int, int], ...] = ()
     """By adapted layer: its block, kind, inputs, adapted rows, and fused layers that have an adapter."""
 
-    def __bool__(self) -> bool:
-        return self.rank > 0
-
     @property
     def numbers(self) -> int:
         """Parameters of all adapters."""
@@ -166,6 +163,5 @@ class Lora:
 
 
 # Of models without them, and false.
-NO_LORA = Lora(0, 0.0, frozenset(), 4)
 NO_EXPERTS, NO_LATENT = Experts(0, 0, 0), Latent(None, 0, 0, 0, 0)
 NO_RECURRENT = Recurrent((), False, 0, 0, 0, 0, 0, 0)

@@ -40,7 +40,7 @@ def select_attention(work: Work, flex: bool, device: torch.device) -> str | None
 
 def apply_kernels(model: Transformer, work: Work, linear: str) -> None:
     """Let a model use the kernels and sizes asked for and the chosen library; after apply_fp8."""
-    key_compiled_code(work.fp8.emulated, linear)
+    key_compiled_code(bool(work.fp8 and work.fp8.emulated), linear)
     model.loss.chunk_elements = work.chunk_elements
     for block in cast("Iterable[Any]", model.blocks.children()):
         if block.attn is not None:

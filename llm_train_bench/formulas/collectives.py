@@ -38,11 +38,13 @@ def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
     shapes, adapters = parameter_shapes(work.config), adapter_shapes(work)
     if work.fsdp:
         return fsdp_bytes(shapes | adapters, work, pp_rank) if work.world > 1 else {}
-    return ddp_bytes(adapters or shapes, work) if work.ddp else {}
+    return ddp_bytes(adapters or shapes, work)
 
 
 def adapter_shapes(work: Work) -> dict[str, tuple[int, ...]]:
     """The parameters of adapters, by their names in the model."""
+    if work.lora is None:
+        return {}
     names, shapes, rank = layer_names(work.config), {}, work.lora.rank
     for i, kind, width, rows, n in work.lora.shapes:
         shapes[f"blocks.{i}.{names[kind]}.lora_a"] = (n * rank, width)
@@ -51,11 +53,11 @@ def adapter_shapes(work: Work) -> dict[str, tuple[int, ...]]:
 
 
 def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
-    """DDP reduces each gradient once per step; without gradients nothing."""
-    if work.world == 1 or not work.trains:
+    """DDP reduces each gradient once per step; without gradients, or without DDP, nothing."""
+    if work.ddp is None or work.world == 1 or not work.trains:
         return {}
     moved = {"all_reduce": sum(map(math.prod, shapes.values())) * work.ddp.reduce_bytes}
-    if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
+    if work.zero1 and work.pass_type == "step":  # the updated shares, rows padded
         padded = (
             -(-rows // work.world) * work.world * math.prod(rest) for rows, *rest in shapes.values()
         )
@@ -68,8 +70,10 @@ def _gathered_in_fp8(work: Work) -> tuple[str, ...]:
 
     Their scales, an all-reduce of a few numbers, are left out.
     """
+    if work.fp8 is None or not work.fp8.all_gather:
+        return ()
     names = layer_names(work.config)
-    return tuple(f".{names[x]}.weight" for x in work.fp8.layers if work.fp8.all_gather)
+    return tuple(f".{names[layer]}.weight" for layer in work.fp8.layers)
 
 
 def padded_size(work: Work, part: Part) -> int:
@@ -317,7 +321,7 @@ def tokens_sent(work: Work) -> float:
 def _scales_reduced(work: Work, layer: int) -> Iterator[tuple[bool, int, str]]:
     """The largest magnitudes that ranks of a layer's parts join for FP8 (formulas/scales.py)."""
     fsdp, config, names = work.fsdp, work.config, layer_names(work.config)
-    if fsdp.tp * fsdp.cp == 1 or work.fp8.backend != "torchao":
+    if fsdp.tp * fsdp.cp == 1 or work.fp8 is None or work.fp8.backend != "torchao":
         return
     for kind, shape in config.block_shapes(layer).items():
         if kind not in work.fp8.layers:

@@ -199,17 +199,17 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
 
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     """Bytes of this rank's parameters, gradients and optimizer state."""
-    trainer, ddp, each, lora = work.trainer, work.ddp, work.weight_bytes, work.lora
+    trainer, each, lora = work.trainer, work.weight_bytes, work.lora
     copies = trainer.weights.startswith("master")
     state = work.state_bytes + 4 * (work.state_bytes > 0 and copies)
     if lora:  # adapters, in fp32, are all that is learnt
         learnt = lora.numbers_of(sizes.layers) / (work.fsdp.shards if work.fsdp else 1)
-        share = 1 / work.world if ddp.zero1 else 1
+        share = 1 / work.world if work.zero1 else 1
         base = sizes.whole if work.fsdp and trainer.zero < 3 else sizes.held
         gradients = 4.0 * learnt * work.trains
         return lora.base_bytes * base + 4 * learnt, gradients, state * learnt * share
-    gradients = work.gradient_bytes * sizes.held if work.trains or ddp else 0.0
-    if ddp and trainer.zero == 2:
+    gradients = work.gradient_bytes * sizes.held if work.trains or work.ddp else 0.0
+    if work.ddp and trainer.zero == 2:
         gradients /= work.world
     if work.fsdp and trainer.zero < 3:
         if trainer.zero < 2:
@@ -217,8 +217,8 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
         own = sizes.held / work.fsdp.replicas if trainer.zero else sizes.whole
         return each * sizes.whole, gradients, state * own
     # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
-    share = 1 / work.world if ddp.zero1 or (work.ddp and trainer.zero in (1, 2)) else 1
-    copies = 4 * sizes.held * share if ddp.zero1 and state else 0.0
+    share = 1 / work.world if work.zero1 or (work.ddp and trainer.zero in (1, 2)) else 1
+    copies = 4 * sizes.held * share if work.zero1 and state else 0.0
     return each * sizes.held + copies, gradients, state * sizes.held * share
 
 
@@ -274,9 +274,9 @@ class _Sizes:
         if not kept and (fsdp.shards > 1 or fsdp.divided):
             self.root_gathered = self.width * self.root
             ahead = 2 * self.block if fsdp.reshard else self.blocks_here
-            width = 1 if work.fp8.all_gather else self.width
+            width = 1 if work.fp8 and work.fp8.all_gather else self.width
             self.gathered_blocks = width * ahead
-        elif not kept and work.amp != "off" and work.weight_bytes == work.lora.base_bytes == 4:
+        elif not kept and work.casts_weights:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
         width = config.hidden_size if work.trains and not work.lora else 0
@@ -293,9 +293,9 @@ def _low_precision_copies(work: Work) -> float:
     """
     own = work.compiled or bool(work.fp8) or work.linear == "te"
     blocks, copies = enumerate(work.block_parameters), 0.0
-    if not (work.fp8 and work.fp8.backend == "torchao") and (work.trains or not own):
+    if work.fp8_backend != "torchao" and (work.trains or not own):
         copies = 2.0 * sum(n for i, n in blocks if not own or i not in work.recompute.blocks)
-    if work.fp8.backend == "te" and not work.trains:  # for the next micro batch
+    if work.fp8_backend == "te" and not work.trains:  # for the next micro batch
         copies += (work.batch.grad_acc_steps > 1) * sum(work.block_parameters)
     return copies
 
@@ -398,7 +398,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     The input of its first layer, as all tp ranks have it; q, k, v and their rotated copies; output and
     log-sum-exp. Exchanges between cp ranks leave what came, not what was sent.
     """
-    config, fsdp, te = work.config, work.fsdp, work.fp8.backend == "te"
+    config, fsdp, te = work.config, work.fsdp, work.fp8_backend == "te"
     if layer in config.mlp_alone:
         return 0.0, 0.0
     if layer in config.recurrent.layers:
@@ -473,7 +473,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
     if not config.has_experts(layer):
         f = config.intermediate_size / tp
         numbers, other = (2 * f if config.gated_mlp else f), 0.0
-        if fp8.backend == "te":
+        if fp8 and fp8.backend == "te":
             inputs = d / _input_shards(work)
             twice = fp8.recipe in ("blockwise", "mxfp8") and not work.trainer.modules
             other += inputs + inputs + f * (1 + twice)
@@ -481,7 +481,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
             numbers += d / _input_shards(work) + f
             if config.gated_mlp and not work.compiled and work.linear != "te":
                 numbers += f  # the activation's output before the product
-        elif fp8.all_gather:
+        elif fp8 and fp8.all_gather:
             numbers += f
         return numbers * work.gathered_tokens, other * work.gathered_tokens
     f, rows = e.size, work.expert_rows
@@ -516,7 +516,7 @@ def _passing_activations(work: Work, layer: int) -> float:
         tokens, f = work.expert_rows, config.experts.size
     # Compiled, the activation and the product with it are one kernel.
     mlp = (3 if work.compiled else 4) * f if config.gated_mlp else 2 * f
-    if work.fp8 and work.fp8.backend == "torchao" and not work.compiled:
+    if work.fp8_backend == "torchao" and not work.compiled:
         mlp = (3 if config.gated_mlp else 2) * f + 4 * f  # to FP8 by way of two fp32 copies
     more = 0.0
     if config.has_experts(layer):

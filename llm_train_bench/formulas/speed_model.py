@@ -40,7 +40,7 @@ from llm_train_bench.formulas.parameters import (
     parameter_shapes,
 )
 from llm_train_bench.formulas.step_events import Around, Pieces, step_seconds
-from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
+from llm_train_bench.formulas.work import PASS_FORWARDS, Fp8Work, Work, alike
 from llm_train_bench.model.shares import part_shape, sharded_dimension
 
 
@@ -129,7 +129,7 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
     units, after = {}, 0.0
     if work.fsdp:
         units = unit_times(work, gpu, pp_rank)
-    elif work.ddp.zero1 and work.pass_type == "step":
+    elif work.zero1 and work.pass_type == "step":
         size = ddp_bytes(_learnt(work), work).get("all_gather", 0)
         after = collective_time("all_gather", size, work.world, gpu.per_node, gpu)
     pieces = Pieces(
@@ -180,7 +180,7 @@ def surroundings(work: Work, gpu: Hardware) -> Around:
     if work.fsdp.pp > 1:
         return Around(send_s=send_time(work, gpu))
     size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
-    if not size:
+    if not work.ddp or not size:
         return Around()
     bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), work.block_parameters
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
@@ -215,7 +215,7 @@ def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
     weight = work.weight_bytes
     each = 3 * weight + 2 * work.state_bytes
     each += 8 * (work.trainer.weights == "master")
-    share = 1 / work.world if work.ddp.zero1 else 1
+    share = 1 / work.world if work.zero1 else 1
     return (each * share + 3 * weight) * numbers / gpu.memory_rate + _muon_time(work, gpu)
 
 
@@ -266,12 +266,11 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
         return PartTime(block, forward, moved), PartTime(0.0, 0.0, 0.0)
     # Recomputing stops before the last matmul, whose output no gradient needs.
     part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0, "cheap": 0.0}[policy]
-    adapters = sum(
-        matmul_time(work, work.gathered_tokens, n * work.lora.rank, width, False, gpu)
-        + matmul_time(work, work.gathered_tokens, rows, work.lora.rank, False, gpu)
-        for i, _, width, rows, n in work.lora.shapes
-        if i == layer
-    )
+    adapters = 0.0
+    if lora := work.lora:
+        for _, _, width, rows, n in (shape for shape in lora.shapes if shape[0] == layer):
+            down = matmul_time(work, work.gathered_tokens, n * lora.rank, width, None, gpu)
+            adapters += down + matmul_time(work, work.gathered_tokens, rows, lora.rank, None, gpu)
     gradients = 1 if work.lora else 2  # of inputs, and of weights
     return PartTime(block + adapters, forward, moved), PartTime(
         gradients * block + 2 * adapters + (block - last) * part,
@@ -283,7 +282,7 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
 def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     """Seconds of the head's matmuls, and of the loss over its logits, both passes of a micro batch."""
     rows = work.config.padded_vocab_size
-    one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, False, gpu)
+    one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, None, gpu)
     eager = 26 if work.matmul_bytes == 2 else 32  # bytes a logit of the loss and its gradient
     loss = work.own_tokens * rows * (8 if work.compiled else eager)
     passes = PASS_FORWARDS[work.pass_type] - bool(work.lora and work.trains)
@@ -295,8 +294,7 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
     fsdp, moved = work.fsdp, 0.0
     parts = rank_matrices(work.config, fsdp, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
-    whole = work.weight_bytes == work.lora.base_bytes == 4
-    if not fsdp and work.amp != "off" and whole:
+    if not fsdp and work.casts_weights:
         moved += 6 * n  # autocast casts every weight in every forward pass
     if fsdp.shards > 1:
         # What a gather brought is copied to where the block's weights lie: read and written.
@@ -319,12 +317,14 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
     return moved / gpu.memory_rate, held
 
 
-def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware) -> float:
+def matmul_time(
+    work: Work, m: float, n: float, k: float, fp8: Fp8Work | None, gpu: Hardware
+) -> float:
     """Seconds of one (m, k) x (k, n) matmul, and of casting its inputs to FP8."""
     c, width = gpu.constants, work.matmul_bytes
     if fp8:
-        peak = gpu.fp4_tflops if work.fp8.recipe == "nvfp4" else gpu.fp8_tflops
-        measured = gpu.measured_fp8_tflops if work.fp8.recipe != "nvfp4" else None
+        peak = gpu.fp4_tflops if fp8.recipe == "nvfp4" else gpu.fp8_tflops
+        measured = gpu.measured_fp8_tflops if fp8.recipe != "nvfp4" else None
         rate = measured or (peak or gpu.bf16_tflops) * c.fp8_of_peak
     elif work.amp == "off" and not work.tf32:
         rate = gpu.fp32_tflops * c.fp32_of_peak
@@ -344,7 +344,7 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
     elif fp8:
         # Both inputs are read for their scale, then read and written in 8 bits. Rowwise scaling
         # does so twice: the backward needs them scaled along the other side.
-        passes = 2 if work.fp8.recipe.startswith("rowwise") else 1
+        passes = 2 if fp8.recipe.startswith("rowwise") else 1
         seconds += passes * (m * k + k * n) * (2 + 2 + 1) / gpu.memory_rate
     return seconds
 
@@ -367,7 +367,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
         own = kind in OF_OWN_TOKENS
         tokens = work.own_tokens if own else work.gathered_tokens
         converted = kind in low or (every and kind not in ("router", "shared_gate"))
-        one = matmul_time(work, tokens, n, k, converted, gpu)
+        one = matmul_time(work, tokens, n, k, work.fp8 if converted else None, gpu)
         seconds, last = seconds + one, one if kind == "down" else last
     for n, k in config.expert_shapes(layer).values():
         # Each rank gets as many rows as it sends; an expert's last tile is filled up.
@@ -375,7 +375,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
         number = config.experts.number // ep
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
         converted = every or "experts_up" in low
-        whole = matmul_time(work, rows * filled, n, k, converted, gpu)
+        whole = matmul_time(work, rows * filled, n, k, work.fp8 if converted else None, gpu)
         weights = number * n * k * (1 if converted else work.matmul_bytes) / gpu.memory_rate
         seconds += max(whole, weights)
     return seconds, last

@@ -10,7 +10,7 @@ from typing import Any
 
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.shapes import NO_LORA, Lora
+from llm_train_bench.model.shapes import Lora
 
 # The parts of a step, in their order.
 STEP_PARTS = ("data", "forward", "backward", "idle", "optimizer")
@@ -64,9 +64,6 @@ class Fp8Work:
     layers: tuple[str, ...] = ("qkv", "out", "up", "down")
     high_precision: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
-    def __bool__(self) -> bool:
-        return bool(self.backend)
-
 
 @dataclasses.dataclass(frozen=True)
 class Ddp:
@@ -79,10 +76,6 @@ class Ddp:
     bucket_cap_mb: float = 25.0
     reduce_dtype: str = "fp32"
     zero1: bool = False
-    used: bool = True
-
-    def __bool__(self) -> bool:
-        return self.used
 
     @property
     def reduce_bytes(self) -> int:
@@ -162,7 +155,7 @@ class Fsdp:
         return 2 if self.reduce_dtype == "bf16" else 4
 
 
-NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
+NO_FSDP = Fsdp(1, used=False)
 
 
 @functools.lru_cache(maxsize=64)
@@ -246,10 +239,7 @@ OUR_TRAINER = Trainer()
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One optimizer step. At most one of `ddp` and `fsdp` is used; without both one device works.
-
-    What is not used is false: `fsdp` then describes one shard, and `fp8` has no backend.
-    """
+    """One optimizer step. At most one of `ddp` and `fsdp` is used; without both one device works."""
 
     config: ModelConfig
     batch: Batch
@@ -270,11 +260,11 @@ class Work:
     """Of linear layers: te, plain, onednn, auto where the run is to choose, None without a choice."""
     offload: bool = False
     """Whether what blocks keep for backward goes to the host."""
-    lora: Lora = NO_LORA
+    lora: Lora | None = None
     bf16_weights: bool = False
     """Whether weights, gradients and the optimizer's moments are in bf16."""
-    fp8: Fp8Work = NO_FP8
-    ddp: Ddp = NO_DDP
+    fp8: Fp8Work | None = None
+    ddp: Ddp | None = None
     fsdp: Fsdp = NO_FSDP
     trainer: Trainer = OUR_TRAINER
 
@@ -312,7 +302,25 @@ class Work:
     @property
     def exact_casts(self) -> bool:
         """Whether compiled kernels must round as eager ones do: FP8 scaled by rows needs it."""
-        return self.fp8.recipe.startswith("rowwise")
+        return self.fp8 is not None and self.fp8.recipe.startswith("rowwise")
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """The library of FP8; None without FP8."""
+        return self.fp8.backend if self.fp8 else None
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast copies weights to a low precision: whole ones, which are in fp32."""
+        return (
+            self.amp != "off"
+            and self.weight_bytes == (self.lora.base_bytes if self.lora else 4) == 4
+        )
+
+    @property
+    def zero1(self) -> bool:
+        """Whether DDP's ranks share the optimizer's state."""
+        return self.ddp is not None and self.ddp.zero1
 
     @property
     def weight_bytes(self) -> int:

@@ -168,7 +168,7 @@ def observed_in(trace: Trace, run: Run) -> Observed:
         what = f"asked for {asked} attention, {', '.join(sorted(ran))} ran"
         result.remark(what, "invalid", update)
     fp8 = result.fp8
-    if fp8 and not fp8.emulated and (trace.gpu or not on_gpu):
+    if fp8 and work.fp8 and not fp8.emulated and (trace.gpu or not on_gpu):
         low = sum(calls for name, calls in o.matmuls.items() if name.endswith(("fp8", "fp4")))
         # Of rank 0's own layers; matmuls of experts are known by no format's name.
         here = converted_matrices(work.fp8, work.config, work.layers_of(0), grouped=False)

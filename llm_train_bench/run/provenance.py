@@ -120,7 +120,7 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
         yield "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
     elif work.compile_mode in GRAPH_MODES:
         yield f"--compile-mode {work.compile_mode}: a CPU has no CUDA graphs"
-    if work.fp8.emulated:
+    if work.fp8 and work.fp8.emulated:
         yield "FP8 was emulated: the figures say nothing of FP8's speed"
     if work.trains and work.config.experts and work.config.experts.aux_loss:
         yield "the balance loss is of each layer, summed; transformers pools them (docs/LAYOUTS.md)"

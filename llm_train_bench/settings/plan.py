@@ -20,8 +20,6 @@ from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import (
-    NO_DDP,
-    NO_FP8,
     NO_FSDP,
     Batch,
     Ddp,
@@ -35,7 +33,7 @@ from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.hf_names import adapted_rows, hf_names
-from llm_train_bench.model.shapes import NO_LORA, Lora
+from llm_train_bench.model.shapes import Lora
 from llm_train_bench.model.shares import part_shape
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
@@ -194,7 +192,7 @@ def make_plan(
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
     seq_len = resolve_seq_len(args.seq_len, config)
-    fsdp, ddp, ranks = NO_FSDP, NO_DDP, world
+    fsdp, ddp, ranks = NO_FSDP, None, world
     if script in SHARDED:
         fsdp = resolve_layout(args, script, config, seq_len, world)
         ranks = fsdp.ranks // (fsdp.tp * fsdp.cp)
@@ -228,8 +226,8 @@ def make_plan(
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
     attention, flex = resolve_attention(work, platform)
     linear = resolve_linear(work, args.linear, platform)
-    lora = resolve_lora(args.part(LoraFlags), work) if args.lora_rank else NO_LORA
-    fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform) if args.use_fp8 else NO_FP8
+    lora = resolve_lora(args.part(LoraFlags), work) if args.lora_rank else None
+    fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform) if args.use_fp8 else None
     work = dataclasses.replace(work, attention=attention, linear=linear, lora=lora, fp8=fp8)
     if work.balanced and work.batch.documents and work.by_tokens:
         raise UsageError(

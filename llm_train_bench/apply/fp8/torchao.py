@@ -116,6 +116,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         get = how_to_install("pip install -e '.[fp8]'")
         raise UsageError(f"--fp8-backend torchao: {error}; {get}") from None
     fp8, names = work.fp8, layer_names(work.config)
+    assert fp8 is not None
     if not fp8.emulated:
         _check_device(device, fp8.recipe)
     if any(layer.startswith("experts") for layer in fp8.layers):
