@@ -35,7 +35,7 @@ from llm_train_bench.settings.plan import Plan
 def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     """One rank's run: its stages are sharded one by one; a schedule runs micro batches through all."""
     work, files = plan.work, plan.data
-    layout = RankLayout(work.fsdp, ranks.rank)
+    layout = RankLayout(work.parallelism, ranks.rank)
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
     kernel = select_attention(work, plan.flex, device)

@@ -62,14 +62,14 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
 
     Each group of a pipeline has the seconds of its pieces; step_events.py lays them out.
     """
-    groups = [group_pieces(work, gpu, group) for group in range(work.fsdp.pp)]
+    groups = [group_pieces(work, gpu, group) for group in range(work.parallelism.pp)]
     pieces = [piece for piece, _ in groups]
     laid = step_seconds(work, pieces, surroundings(work, gpu), gpu.platform == "cpu")
     micro_steps, slowest = work.batch.grad_acc_steps, slowest_node(work, gpu)
-    pace = max(range(work.fsdp.pp), key=lambda group: pieces[group].computing)
+    pace = max(range(work.parallelism.pp), key=lambda group: pieces[group].computing)
     idle = laid.seconds - micro_steps * pieces[pace].computing - pieces[pace].optimizer
     idle = idle if idle > 1e-12 else 0.0  # below a picosecond it is rounding
-    exposed = min(idle, laid.exposed) if work.fsdp.pp > 1 else idle
+    exposed = min(idle, laid.exposed) if work.parallelism.pp > 1 else idle
     hidden = laid.network - exposed
     parts = {name: micro_steps * seconds for name, seconds in groups[pace][1].items()}
     parts |= {
@@ -87,9 +87,9 @@ def least_time(work: Work, gpu: Hardware) -> float:
 
     The bubble of a pipeline is (p - 1) / v micro batches (Narayanan et al. 2021, section 2.2).
     """
-    fsdp = work.fsdp
-    piece, _ = group_pieces(work, gpu, fsdp.group_of(fsdp.stages - 1))
-    bubble = (fsdp.pp - 1) / fsdp.virtual * (piece.computing - piece.head)
+    parallel = work.parallelism
+    piece, _ = group_pieces(work, gpu, parallel.group_of(parallel.stages - 1))
+    bubble = (parallel.pp - 1) / parallel.virtual * (piece.computing - piece.head)
     computing = work.batch.grad_acc_steps * piece.computing + bubble
     return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
 
@@ -159,7 +159,7 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
     routing: float = c.kernels_routing
     if modules and config.experts:
         routing = c.kernels_modules * ("graphs" not in work.trainer.layers)
-        routing += c.kernels_expert * config.experts.number / work.fsdp.ep
+        routing += c.kernels_expert * config.experts.number / work.parallelism.ep
     each = c.launch_s
     if not c.serial_host and (modules or not work.compiled):
         each = c.launch_eager_s
@@ -177,7 +177,7 @@ def _learnt(work: Work) -> Shapes:
 
 def surroundings(work: Work, gpu: Hardware) -> Around:
     """DDP's buckets, or what a pipeline's sends take."""
-    if work.fsdp.pp > 1:
+    if work.parallelism.pp > 1:
         return Around(send_s=send_time(work, gpu))
     size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
     if not work.ddp or not size:
@@ -198,7 +198,7 @@ def _moves(work: Work, time: "PartTime", moves: dict[str, float]) -> float:
     behind = {"tp": time.matmuls, "cp": time.attention, "ep": sum(time), "beside": time.matmuls / 3}
     shown = 0.0
     for name, seconds in moves.items():
-        first = seconds / work.fsdp.tp if name == "tp" else 0.0
+        first = seconds / work.parallelism.tp if name == "tp" else 0.0
         rest = max(0.0, seconds - first - behind[name])
         shown += first + rest if name in ("beside", *work.trainer.exchanges) else seconds
     return shown
@@ -230,7 +230,7 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
         each += config.experts.number * sum(muon_flops(n, k) for n, k in experts) if experts else 0
         flops += len(same) * each
     rate = _bf16_tflops(gpu) * 1e12 * c.level * c.sustained
-    ranks = work.fsdp.shards if work.fsdp else 1
+    ranks = work.parallelism.shards
     shapes = parameter_shapes(config)
     size = 2 * muon_numbers(shapes, work, 0) if ranks > 1 else 0.0
     moving = 2 * collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
@@ -291,16 +291,16 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
 
 def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float]:
     """Seconds of casts and copies of weights and gradients in a micro batch; parameters learnt here."""
-    fsdp, moved = work.fsdp, 0.0
-    parts = rank_matrices(work.config, fsdp, pp_rank)
+    fsdp, parallel, moved = work.fsdp, work.parallelism, 0.0
+    parts = rank_matrices(work.config, parallel, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
     if not fsdp and work.casts_weights:
         moved += 6 * n  # autocast casts every weight in every forward pass
-    if fsdp.shards > 1:
+    if parallel.shards > 1:
         # What a gather brought is copied to where the block's weights lie: read and written.
         # What is not sharded by its first dimension is put in order besides, and its gradient too.
-        once = fsdp.pp > 1 or work.trainer.zero < 3
-        gathers = 2 if work.trains and fsdp.reshard and not once else 1
+        once = parallel.pp > 1 or work.trainer.zero < 3
+        gathers = 2 if work.trains and fsdp and fsdp.reshard and not once else 1
         twice = sum(math.prod(p.shape) for p in parts if sharded_dimension(p.shape, p.mesh))
         copied = gathers * n + (gathers + work.trains) * twice
         moved += 2 * work.matmul_bytes * copied / (work.batch.grad_acc_steps if once else 1)
@@ -311,9 +311,9 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
     if work.trainer.zero == 0:
         held = n
     elif work.trainer.zero < 3:
-        held /= fsdp.replicas if fsdp else work.world
+        held /= parallel.dp_replicate
     if work.lora:  # adapters are learnt
-        held = work.lora.numbers_of(work.layers_of(pp_rank)) / fsdp.shards
+        held = work.lora.numbers_of(work.layers_of(pp_rank)) / parallel.shards
     return moved / gpu.memory_rate, held
 
 
@@ -357,7 +357,7 @@ GROUPED_ROWS = 128
 
 def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Forward seconds of a block's matmuls, and of its MLP's last; a backward one takes as long again."""
-    config, tp, ep = work.config, work.fsdp.tp, work.fsdp.ep
+    config, tp, ep = work.config, work.parallelism.tp, work.parallelism.ep
     low = work.fp8.layers if work.fp8 else ()
     every = bool(work.fp8) and work.trainer.modules
     names, seconds, last = layer_names(config), 0.0, 0.0
@@ -387,14 +387,17 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     if layer in config.mlp_alone:
         return 0.0, 0.0
     if layer in config.recurrent.layers:
-        each = recurrent_flops_per_token(config, work.batch.lengths, causal=False) / work.fsdp.tp
+        each = (
+            recurrent_flops_per_token(config, work.batch.lengths, causal=False)
+            / work.parallelism.tp
+        )
         seconds = work.gathered_tokens * each / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
         return seconds, 2 * seconds
     cudnn = c.cudnn_forward and amp != "off" and work.attention in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = config.windows[layer]
     keys = attended_keys(work.batch.lengths, window, causal=True)
-    tp = work.fsdp.tp
+    tp = work.parallelism.tp
     flops = work.gathered_tokens * attention_width(config) * keys / tp
     if cudnn and not work.batch.documents and (window is None or window >= work.batch.seq_len):
         parts = c.cudnn_forward, c.cudnn_backward
@@ -409,7 +412,7 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
 def block_bytes(work: Work, layer: int) -> float:
     """Bytes that a block's forward moves outside of matmuls and attention."""
     config, w = work.config, work.matmul_bytes
-    tp = work.fsdp.tp
+    tp = work.parallelism.tp
     d, f = config.hidden_size, config.intermediate_size / tp
     a, kv = config.query_size / tp, work.kv_size
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
@@ -438,7 +441,7 @@ def block_bytes(work: Work, layer: int) -> float:
     e = config.experts
     rows = work.expert_rows
     # Rows are put in order and back, sent and received likewise, weighed and added up.
-    moves = 4 + 3 + (4 if work.fsdp.ep > 1 else 0)
+    moves = 4 + 3 + (4 if work.parallelism.ep > 1 else 0)
     gated = gated if e.gated else 2
     elements += rows * (gated * e.size + moves * (e.latent or d))
     elements += gated * e.shared_size / tp * work.gathered_tokens

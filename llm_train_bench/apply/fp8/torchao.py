@@ -133,7 +133,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         for module in found.values():
             if isinstance(module, Stacked):
                 module.product = product
-        if not work.fsdp.divided:
+        if not work.parallelism.divided:
             convert_to_float8_training(
                 part,
                 config=dataclasses.replace(
