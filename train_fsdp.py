@@ -38,10 +38,10 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     layout = RankLayout(work.parallelism, ranks.rank)
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
-    kernel = select_attention(work, plan.flex, device)
+    kernel = select_attention(work, device)
     data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
-        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced, layout)
+        model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout, work.cpu_offload)

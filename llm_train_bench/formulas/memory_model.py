@@ -456,7 +456,7 @@ def _blocks_kept(work: Work) -> float:
 
     Probabilities, and copies of q, k and v, the latter two once for each head.
     """
-    if work.attention != "blocks":
+    if work.attention.causal != "blocks":
         return 0.0
     config, T = work.config, work.batch.seq_len
     n = math.ceil(T / max(256 // work.matmul_bytes, T // 8))
@@ -466,7 +466,7 @@ def _blocks_kept(work: Work) -> float:
 
 def _pairs_kept(work: Work) -> float:
     """Bytes of probabilities in fp32 that PyTorch's attention without a fused kernel keeps."""
-    if work.attention != "math":
+    if work.attention.causal != "math":
         return 0.0
     heads = work.config.num_attention_heads
     return 4 * heads / work.parallelism.tp * work.batch.seq_len * work.gathered_tokens

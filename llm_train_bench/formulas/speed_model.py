@@ -393,7 +393,7 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         )
         seconds = work.gathered_tokens * each / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
         return seconds, 2 * seconds
-    cudnn = c.cudnn_forward and amp != "off" and work.attention in ("auto", "cudnn")
+    cudnn = c.cudnn_forward and amp != "off" and work.attention.causal in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = config.windows[layer]
     keys = attended_keys(work.batch.lengths, window, causal=True)
@@ -427,7 +427,7 @@ def block_bytes(work: Work, layer: int) -> float:
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
     if layer in config.mlp_alone:
         heads = 0
-    if work.attention == "math":  # scores, softmax, and their sums, read and written
+    if work.attention.causal == "math":  # scores, softmax, and their sums, read and written
         heads += 6 * config.num_attention_heads / tp * work.batch.seq_len
     elements = norms * work.own_tokens + heads * work.gathered_tokens
     if layer in config.recurrent.layers:  # what is kept is written, and read by what comes next

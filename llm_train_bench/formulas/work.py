@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from llm_train_bench.model.attention_kernel import USUAL_KERNEL, AttentionKernel
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import Lora
@@ -242,7 +243,6 @@ class Work:
     pass_type: str
     amp: str
     tf32: bool
-    attention: str
     compile_mode: str | None  # None: eager
     cuda_graphs: bool
     recompute: Recompute
@@ -251,6 +251,7 @@ class Work:
     """Whether experts are dealt out in turn in place of chosen."""
     chunk_elements: int = CHUNK_ELEMENTS
     """The most logits that the loss makes at a time (model/chunks.py)."""
+    attention: AttentionKernel = USUAL_KERNEL
     linear: str | None = None
     """Of linear layers: te, plain, onednn, auto where the run is to choose, None without a choice."""
     offload: bool = False

@@ -40,12 +40,14 @@ def reduce_in_last(stage: nn.Module, last: bool) -> None:
 class Pipeline(HasWeights):
     """The stages of one rank. Several lie pp apart: each group of ranks has some early."""
 
-    def __init__(self, work: Work, flex: bool, layout: RankLayout):
+    def __init__(self, work: Work, layout: RankLayout):
         super().__init__()
         self.config, self.work, self.layout, self.ranks = work.config, work, layout, layout
         self.numbers = work.parallelism.stages_of(layout.pp_rank)
         self.stages = [
-            Transformer(work.config, work.batch.seq_len, flex, work.balanced, layout, layers)
+            Transformer(
+                work.config, work.batch.seq_len, work.attention, work.balanced, layout, layers
+            )
             for layers in map(work.stage_layers, self.numbers)
         ]
         self.registered = nn.ModuleList(self.stages)

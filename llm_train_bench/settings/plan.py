@@ -29,6 +29,7 @@ from llm_train_bench.formulas.work import (
     Work,
     alike,
 )
+from llm_train_bench.model.attention_kernel import AttentionKernel
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
@@ -133,8 +134,6 @@ class Plan:
     platform: Platform
     work: Work
     schedule: Schedule
-    flex: bool
-    """Whether windows and documents go through FlexAttention."""
     packing: Packing | None = None
     """The documents that the training data are packed of."""
     notes: tuple[str, ...] = ()
@@ -209,7 +208,7 @@ def make_plan(
         size = batch.global_batch
         measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
         batch = dataclasses.replace(batch, documents=count_lengths(packing, measured))
-    flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "bf16_weights")
+    flags = ("pass_type", "amp", "tf32", "optimizer", "bf16_weights")
     same = {name: getattr(args, name) for name in flags}
     work = Work(
         config, batch, parallelism, **same, ddp=ddp, fsdp=fsdp, balanced=args.route == "balanced",
@@ -218,7 +217,7 @@ def make_plan(
         compile_mode=args.compile_mode if args.pt_compile else None,
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
-    attention, flex = resolve_attention(work, platform)
+    attention = choose_attention_kernel(args.attention, work, platform)
     linear = resolve_linear(work, args.linear, platform)
     lora = resolve_lora(args.part(LoraFlags), work) if args.lora_rank else None
     fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform) if args.use_fp8 else None
@@ -232,7 +231,7 @@ def make_plan(
     if platform == "cpu" and work.amp in MULTIPLY and not cpu_multiplies(work.amp):
         use = "; use --amp auto" if asked == work.amp else ""
         notes = (f"{work.amp}: {SLOW_FORMAT}{use}",)
-    return Plan(script, args, platform, work, schedule, flex, packing, notes)
+    return Plan(script, args, platform, work, schedule, packing, notes)
 
 
 def resolve_amp(
@@ -468,13 +467,13 @@ def _must_divide(flag: str, value: int, what: str, *sizes: int, least: int = 1) 
         )
 
 
-def resolve_attention(work: Work, platform: Platform) -> tuple[str, bool]:
-    """The attention kernel, and whether windows and documents go through FlexAttention.
+def choose_attention_kernel(name: str, work: Work, platform: Platform) -> AttentionKernel:
+    """The kernels that --attention means for a step; UsageError for what cannot serve.
 
     `auto` stays, or becomes `blocks`: up to its limit the probabilities that those keep are a third of
-    what else a block keeps. UsageError for what cannot serve.
+    what else a block keeps.
     """
-    config, name, on_cpu = work.config, work.attention, platform == "cpu"
+    config, on_cpu = work.config, platform == "cpu"
     special = "sliding windows, sinks, --pack and keys gathered by --cp"
     cut = work.windowed or bool(work.batch.documents)
     can_flex = cut and not config.sinks and not work.by_tokens
@@ -496,8 +495,9 @@ def resolve_attention(work: Work, platform: Platform) -> tuple[str, bool]:
             "set it to 0"
         )
     short = work.batch.seq_len * work.matmul_bytes <= 2048
-    chosen = "blocks" if name == "auto" and can_blocks and short else name
-    return chosen, can_flex and (name == "flex" or (name == "auto" and not on_cpu))
+    in_flex = can_flex and (name == "flex" or (name == "auto" and not on_cpu))
+    causal = "blocks" if name == "auto" and can_blocks and short else name
+    return AttentionKernel(causal, "flex" if in_flex else "pieces")
 
 
 def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
