@@ -37,10 +37,10 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     work, files = plan.work, plan.data
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed)  # dropout; parameters and data have separate generators
-    kernel = select_attention(work, plan.flex, device)
+    kernel = select_attention(work, device)
     data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
-        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced)
+        model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, files.init_from)
     write_text = text_writer(plan.output.sample, files, work)

@@ -37,10 +37,10 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     layout = ReplicaLayout()
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
-    kernel = select_attention(work, plan.flex, device)
+    kernel = select_attention(work, device)
     data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
-        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced, layout)
+        model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout)
@@ -53,8 +53,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)
         materialize(model, device, files.seed, weights)
-        ddp = apply_ddp(model, device, work.batch.grad_acc_steps, work.ddp)
-        optimizer = replica_optimizer(model, plan.optimizer, work.ddp, device)
+        ddp = apply_ddp(model, work, device)
+        optimizer = replica_optimizer(model, plan.optimizer, work, device)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, ranks.rank)
         micro_batches = batches(data, samples, device, files.n_workers)

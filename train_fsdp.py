@@ -35,16 +35,16 @@ from llm_train_bench.settings.plan import Plan
 def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     """One rank's run: recompute, compile, shard, then give values; each wraps what came before."""
     work, files = plan.work, plan.data
-    layout = RankLayout(work.fsdp, ranks.rank)
+    layout = RankLayout(work.parallelism, ranks.rank)
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
-    kernel = select_attention(work, plan.flex, device)
+    kernel = select_attention(work, device)
     data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
-        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced, layout)
+        model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, files.init_from)
-    join(ranks, device, plan.ranks.dist_timeout, work.fsdp.cpu_offload)
+    join(ranks, device, plan.ranks.dist_timeout, work.cpu_offload)
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
@@ -54,7 +54,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)
         apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), work)
-        materialize_shards(model, device, files.seed, weights, work.fsdp.cpu_offload)
+        materialize_shards(model, device, files.seed, weights, work.cpu_offload)
         optimizer = build_optimizer(model, plan.optimizer)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, layout.data_rank)

@@ -35,13 +35,13 @@ from llm_train_bench.settings.plan import Plan
 def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     """One rank's run: its stages are sharded one by one; a schedule runs micro batches through all."""
     work, files = plan.work, plan.data
-    layout = RankLayout(work.fsdp, ranks.rank)
+    layout = RankLayout(work.parallelism, ranks.rank)
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
-    kernel = select_attention(work, plan.flex, device)
+    kernel = select_attention(work, device)
     data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
-        model = Pipeline(work, plan.flex, layout)
+        model = Pipeline(work, layout)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout)

@@ -288,7 +288,12 @@ def show_plans() -> None:
         began = time.perf_counter()
         best, _, _ = search(config, gpu, gpus, batch, make)
         seconds = time.perf_counter() - began
-        theirs = (work.fsdp.tp, work.fsdp.cp, work.fsdp.ep, work.fsdp.pp)
+        theirs = (
+            work.parallelism.tp,
+            work.parallelism.cp,
+            work.parallelism.ep,
+            work.parallelism.pp,
+        )
         found = [tuple(x.flags.get(k, 1) for k in ("tp", "cp", "ep", "pp")) for x in best]
         place = f"number {found.index(theirs) + 1}" if theirs in found else "not among ten"
         words = best[0].words().replace(f" --global-bsz {batch['global_bsz']}", "")

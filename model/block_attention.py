@@ -8,6 +8,8 @@ attention on a GPU.
 
 # pyright: reportIncompatibleMethodOverride=false
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -15,6 +17,10 @@ from torch.autograd.function import once_differentiable
 from llm_train_bench.model.operators import OwnFunction, operator, taken
 
 aten = torch.ops.aten
+
+
+class InBlocks(NamedTuple):
+    """The mask of causal attention that is computed here."""
 
 
 def _ends(T: int, width: int) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from llm_train_bench.model.families import (
     FAMILIES,
@@ -151,7 +151,7 @@ class ModelConfig:
     @functools.cached_property
     def weights(self) -> dict[str, Weight]:
         """The table of parameters, by name."""
-        return {weight.name: weight for weight in list_weights(self)}
+        return {weight.name: weight for weight in list_weights(cast(Any, self))}
 
     @functools.cached_property
     def _matrices(self) -> list[list[Weight]]:

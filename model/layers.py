@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from llm_train_bench.model.block_attention import attend_in_blocks
+from llm_train_bench.model.block_attention import InBlocks, attend_in_blocks
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
@@ -144,7 +144,7 @@ def scale_rope(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 # What hides keys besides the causal rule: to be computed in pieces, by FlexAttention, or nothing.
-Mask = Seen | BlockMask | None
+Mask = Seen | InBlocks | BlockMask | None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -241,7 +241,6 @@ def attend(
     mask: BlockMask | None,
     dropout: float,
     scale: float | None,
-    blocks=False,
 ) -> Tensor:
     """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 
@@ -257,8 +256,6 @@ def attend(
         # No fused kernel has groups in fp32: all T x T scores would be kept (pytorch/pytorch#181528).
         group = q.shape[1] // k.shape[1]
         k, v, gqa = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
-    if blocks:
-        return attend_in_blocks(q, k, v, scale)
     return F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa, scale=scale
     )
@@ -271,8 +268,6 @@ class Attention(nn.Module):
     gates). A layout of several ranks has a part of the heads on each. With `blocks`, which apply_kernels
     sets, causal attention without dropout is computed by block_attention.py.
     """
-
-    blocks = False
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
@@ -334,13 +329,13 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int) -> Tensor:
         """(B, T, H, D) queries over (B, S, K, D) keys and values; `first` is the first head's number."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        sinks = None if self.sinks is None else self.sinks[first : first + q.shape[1]]
-        if isinstance(mask, Seen) or sinks is not None:
-            seen = mask if isinstance(mask, Seen) else Seen()
-            y = attend_in_pieces(q, k, v, seen, self.scale, sinks)
+        if isinstance(mask, Seen):
+            sinks = None if self.sinks is None else self.sinks[first : first + q.shape[1]]
+            y = attend_in_pieces(q, k, v, mask, self.scale, sinks)
+        elif isinstance(mask, InBlocks):
+            y = attend_in_blocks(q, k, v, self.scale)
         else:
-            dropout = self.dropout if self.training else 0.0
-            y = attend(q, k, v, mask, dropout, self.scale, self.blocks)
+            y = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.scale)
         return y.transpose(1, 2)
 
 
@@ -390,7 +385,7 @@ class LatentAttention(nn.Module):
         y = self.layout.attend(self.attend, q, k, v, mask)
         return self.layout.reduce(self.out, y.flatten(2))
 
-    attend, blocks = Attention.attend, False
+    attend = Attention.attend
 
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """(B, T, H, D) rotated; neighbours are brought into halves first, in queries and keys alike."""

@@ -62,8 +62,10 @@ def apply_lora(model: Transformer, lora: Lora | None) -> None:
 
 def adapter_settings(model: HasWeights, names: Iterable[str]) -> dict[str, Any]:
     """The content of peft's adapter_config.json, for tensors of these names."""
+    lora = model.lora
+    assert lora is not None
     layers = {name.split(".lora_")[0].split(".")[-1] for name in names}
     settings: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none")
-    settings |= dict(lora_dropout=0.0, r=model.lora.rank, lora_alpha=model.lora.alpha)
+    settings |= dict(lora_dropout=0.0, r=lora.rank, lora_alpha=lora.alpha)
     settings |= dict(inference_mode=False, target_modules=sorted(layers))
     return settings | dict(base_model_name_or_path=model.config.name)

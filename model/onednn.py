@@ -97,7 +97,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
-def faster_linear(shapes: Mapping[tuple[int, int], int], rows: int, seconds: float = 0.3) -> str:
+def faster_linear(shapes: Mapping[tuple[int, ...], int], rows: int, seconds: float = 0.3) -> str:
     """`onednn` or `plain`: what is faster for so many layers (N, K) each, with an input of so many rows.
 
     Parts of them are timed in turn, forward and both gradients, in about `seconds` altogether.

@@ -213,7 +213,7 @@ class RecurrentMixer(nn.Module):
         size = r.head_dim if r.delta else value
         self.gated_norm = GatedNorm(size, group, config.norm_eps, gate_first=not r.delta)
         self.out = nn.Linear(value, d, bias=r.bias)
-        self.activation = ACTIVATIONS[config.recurrent.activation]
+        self.activation = ACTIVATIONS[r.activation]
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); a `mask` has the starts of documents on x's device."""

@@ -160,8 +160,3 @@ class Recurrent:
     def channels(self) -> tuple[int, ...]:
         """Those that pass the convolution."""
         return self.segments[:3]
-
-
-# Of models without them, and false.
-NO_EXPERTS, NO_LATENT = Experts(0, 0, 0), Latent(None, 0, 0, 0, 0)
-NO_RECURRENT = Recurrent((), False, 0, 0, 0, 0, 0, 0)

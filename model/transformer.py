@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from llm_train_bench.model import block_attention, onednn, piece_attention
+from llm_train_bench.model.attention_kernel import USUAL_KERNEL, AttentionKernel
+from llm_train_bench.model.block_attention import InBlocks
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import MixtureOfExperts
 from llm_train_bench.model.layers import (
@@ -119,9 +121,8 @@ class Transformer(HasWeights):
     """A GPT-2 or Llama-family language model, its parameters not yet initialised.
 
     Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
-    it storage and values. `seq_len` bounds the positions of a forward pass. `flex` applies windows
-    and documents by FlexAttention (no backward on a CPU) instead of attention in pieces. `balanced` deals
-    experts out in turn in place of choosing them. `layers` are those of one stage of a pipeline: it has
+    it storage and values. `seq_len` bounds the positions of a forward pass. `balanced` deals experts
+    out in turn in place of choosing them. `layers` are those of one stage of a pipeline: it has
     the embedding with the first layer, norm and head with the last, a tied head's weight at both ends.
     """
 
@@ -132,13 +133,13 @@ class Transformer(HasWeights):
         self,
         config: ModelConfig,
         seq_len: int,
-        flex: bool = False,
+        kernel: AttentionKernel = USUAL_KERNEL,
         balanced: bool = False,
         layout: Layout = ALONE,
         layers: range | None = None,
     ):
         super().__init__()
-        self.config, self.seq_len, self.flex, self.layout = config, seq_len, flex, layout
+        self.config, self.seq_len, self.kernel, self.layout = config, seq_len, kernel, layout
         d, V = config.hidden_size, config.padded_vocab_size
         # Rows of embedding and head; ranks that share heads divide them.
         begin, end = part_of(V, layout.tp, layout.tp_rank)
@@ -264,18 +265,16 @@ class Transformer(HasWeights):
     def mask_for(
         self, layer: LayerSpec, T: int, places: Places, starts: Tensor | None, device: torch.device
     ) -> Mask:
-        """What a layer's mixer sees; None where that is all that comes before."""
+        """What a layer's mixer sees, and so in which kernel; None for PyTorch's causal attention."""
         if layer.mixer is None:
             return None
         if layer.mixer == "recurrent":
             return None if starts is None else Seen(starts=starts.to(device, non_blocking=True))
         window = layer.window if layer.window is None or layer.window < T else None
-        if places.queries is not None:
+        if window is None and starts is None and places.queries is None and not self.config.sinks:
+            return InBlocks() if self.kernel.causal == "blocks" else None
+        if self.kernel.masked == "pieces":
             return Seen(window, starts, places.queries, places.order)
-        if window is None and starts is None:
-            return None
-        if not self.flex or self.config.sinks:
-            return Seen(window, starts)
         if starts is not None:
             return block_mask(T, window, starts, device)
         if (T, window) not in self.masks:

@@ -144,7 +144,7 @@ def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
 def list_weights(config: ModelConfig) -> list[Weight]:
     """All parameters of the plain model, in its order; a tied head is none."""
     rows, d = config.padded_vocab_size, config.hidden_size
-    table = dict(split=ROWS, padding=rows - config.vocab_size)
+    table: dict[str, Any] = dict(split=ROWS, padding=rows - config.vocab_size)
     root = _Rows(config, None)
     root.add("embed", (rows, d), **table)
     if config.learned_positions:
@@ -201,7 +201,8 @@ class _Rows:
         if bias:
             if how.get("split") == COLUMNS:
                 how = {}
-            self.add(module, shape[:-1], "bias", **how | dict(init=ZEROS))
+            how["init"] = ZEROS
+            self.add(module, shape[:-1], "bias", **how)
 
     def add_norm(self, module: str, size: int, **how: Any) -> None:
         """Add a norm, with a bias if the family's norms have one."""
@@ -222,11 +223,11 @@ def _attention(block: _Rows) -> None:
     sizes = (q, kv, kv, q) if config.output_gate else (q, kv, kv)
     if config.sinks:
         block.add("attn", (config.num_attention_heads,), "sinks", ZEROS, ROWS)
-    fused = dict(split=ROWS, segments=sizes, groups=config.num_key_value_heads)
+    fused: dict[str, Any] = dict(split=ROWS, segments=sizes, groups=config.num_key_value_heads)
     block.add_linear("attn.qkv", sum(sizes), d, bias=config.qkv_bias, **fused)
     block.add_linear("attn.out", d, q, bias=config.attention_out_bias, split=COLUMNS)
     if config.qk_norm:
-        whole = dict(split=ROWS) if config.whole_qk_norm else {}
+        whole: dict[str, Any] = dict(split=ROWS) if config.whole_qk_norm else {}
         block.add_norm("attn.q_norm", q if whole else config.head_dim, **whole)
         block.add_norm("attn.k_norm", kv if whole else config.head_dim, **whole)
 
@@ -251,15 +252,15 @@ def _recurrent(block: _Rows) -> None:
     config, r = block.config, block.config.recurrent
     assert r is not None
     value = r.heads * r.head_dim
-    project = dict(split=ROWS, segments=r.segments, groups=r.groups)
+    project: dict[str, Any] = dict(split=ROWS, segments=r.segments, groups=r.groups)
     block.add_linear("attn.project", sum(r.segments), config.hidden_size, bias=r.bias, **project)
-    conv = project | dict(segments=r.channels, init=Normal(r.kernel**-0.5))
+    conv: dict[str, Any] = project | dict(segments=r.channels, init=Normal(r.kernel**-0.5))
     block.add_linear("attn.conv", sum(r.channels), r.kernel, bias=r.conv_bias, **conv)
     block.add("attn", (r.heads,), "decay", DECAYS, ROWS)
     block.add("attn", (r.heads,), "step_bias", STEPS, ROWS)
     if not r.delta:
         block.add("attn", (r.heads,), "skip", ONES, ROWS)
-    norm = dict(init=ONES) if r.delta else dict(init=ONES, split=ROWS)
+    norm: dict[str, Any] = dict(init=ONES) if r.delta else dict(init=ONES, split=ROWS)
     block.add("attn.gated_norm", (r.head_dim if r.delta else value,), **norm)
     block.add_linear("attn.out", config.hidden_size, value, bias=r.bias, split=COLUMNS)
 
@@ -268,7 +269,7 @@ def _mlp(block: _Rows, module: str = "mlp", size: int = 0) -> None:
     """An MLP with `size` elements of its activation, the config's if 0."""
     config, d, f = block.config, block.config.hidden_size, size or block.config.intermediate_size
     if config.gated_mlp:
-        fused = dict(segments=(f, f), groups=config.mlp_groups(f))
+        fused: dict[str, Any] = dict(segments=(f, f), groups=config.mlp_groups(f))
         block.add_linear(f"{module}.gate_up", 2 * f, d, bias=config.mlp_bias, split=ROWS, **fused)
     else:
         block.add_linear(f"{module}.up", f, d, bias=config.mlp_bias, split=ROWS)
@@ -290,7 +291,7 @@ def _experts(block: _Rows) -> None:
     if e.shared_size:
         _mlp(block, "mlp.shared", e.shared_size)
     wide, sizes = ("gate_up", (e.size, e.size)) if e.gated else ("up", (e.size,))
-    stacked = dict(bias=e.biases, split=EXPERTS)
+    stacked: dict[str, Any] = dict(bias=e.biases, split=EXPERTS)
     block.add_linear(f"mlp.experts.{wide}", e.number, sum(sizes), d, segments=sizes, **stacked)
     block.add_linear("mlp.experts.down", e.number, d, e.size, **stacked)
 
@@ -301,7 +302,7 @@ def adaptable(config: ModelConfig) -> list[Weight]:
     peft takes the names of MLPs there for experts.
     """
     prefix = "attn." if config.experts is not None else ""
-    every = config.weights.values()
+    every: Any = config.weights.values()
     return [w for w in every if w.is_matrix and not w.of_experts and w.module.startswith(prefix)]
 
 
@@ -367,7 +368,7 @@ class Lora:
         """The parameters of all adapters."""
         return [weight for adapter in self.adapters for weight in (adapter.down, adapter.up)]
 
-    def numbers(self, layers: Container[int] | None = None) -> int:
+    def numbers(self, layers: Container[int | None] | None = None) -> int:
         """How many numbers they have, of all blocks or of some."""
         own = (w for w in self.weights if layers is None or w.layer in layers)
         return sum(math.prod(weight.shape) for weight in own)

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from llm_train_bench.model.attention_kernel import AttentionKernel
 from llm_train_bench.model.config import ModelConfig, parse_config
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
@@ -54,10 +55,10 @@ def config(family: str, **changes) -> ModelConfig:
     return parse_config(FAMILIES[family] | changes, f"{family}.json")
 
 
-def built(config: ModelConfig, seed=0, seq_len=16, flex=False, weights=None, **options):
+def built(config: ModelConfig, seed=0, seq_len=16, masked="pieces", weights=None, **options):
     """A model on the CPU, with the initial values of a seed or with weights of a file."""
     with torch.device("meta"):
-        model = Transformer(config, seq_len, flex, **options)
+        model = Transformer(config, seq_len, AttentionKernel("auto", masked), **options)
     materialize(model, torch.device("cpu"), seed, weights)
     return model
 

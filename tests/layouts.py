@@ -300,15 +300,15 @@ def compare(name: str, out: Path) -> Difference:
     if case.ranks > 1 and "--pt-compile" not in case.flags:
         platform = "cpu" if DEVICE == "cpu" else "nvidia"
         work = plan_of(flags_of(case, out), case.script, case.ranks, platform).work
-        assert work.fsdp.ulysses == ("gather" not in name)
+        assert work.parallelism.ulysses == ("gather" not in name)
         kinds = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-        kinds += ["send"] if work.fsdp.pp > 1 else []
+        kinds += ["send"] if work.parallelism.pp > 1 else []
         assert all(metrics[f"{k}_bytes"] == traffic_of(work, 0).get(k, 0) for k in kinds)
         for group, moved in enumerate(facts["traffic"]):
             for kind in kinds:
                 pair = traffic_of(work, group).get(kind, 0), moved.get(kind, 0) / len(norms)
                 # Learned routing sends as many tokens as it will.
-                free = kind == "all_to_all" and work.fsdp.ep > 1 and not work.balanced
+                free = kind == "all_to_all" and work.parallelism.ep > 1 and not work.balanced
                 same = pair[1] < 1.6 * pair[0] + 1e4 if free else pair[0] == pair[1]
                 traffic |= {} if same else {f"{kind} of {group}": pair}
     numbers = loss, validation, max(norms[:3]), max(norms[3:], default=0.0), worst[most], last

@@ -44,7 +44,7 @@ class _EvenLayout(RankLayout):
     """Experts get equal numbers of rows, which fake tensors cannot tell."""
 
     def __init__(self, work: Work, rank: int):
-        super().__init__(work.fsdp, rank)
+        super().__init__(work.parallelism, rank)
         self.work = work
 
     def rows_to_send(self, numbers: Tensor) -> tuple[list[int], list[int], int]:
@@ -55,13 +55,13 @@ class _EvenLayout(RankLayout):
 
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
     """Peak bytes of a rank, optimizer state included; in a pipeline of group `pp_rank`."""
-    assert not work.compiled and not work.fp8 and work.fsdp.virtual == 1
-    rank = pp_rank * work.fsdp.ranks if pp_rank else 0
+    assert not work.compiled and not work.fp8 and work.parallelism.virtual == 1
+    rank = pp_rank * work.parallelism.ranks if pp_rank else 0
     with _fake_ranks(work.world, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             even = _EvenLayout(work, rank) if work.fsdp else None
-            layers = work.stage_layers(pp_rank) if work.fsdp.pp > 1 else None
+            layers = work.stage_layers(pp_rank) if work.parallelism.pp > 1 else None
             config, seq_len, layout = work.config, work.batch.seq_len, even or ALONE
             model = Transformer(config, seq_len, balanced=True, layout=layout, layers=layers)
         set_weights(model, work)
@@ -106,7 +106,7 @@ def _track(model: Transformer, work: Work, flags: OptimizerFlags | None) -> int:
                 _pipelined(model, work, inputs, labels, tracker.reset_mod_stats)
             n_micro = batch.grad_acc_steps if step else 1
             for micro in range(n_micro if layout.pp == 1 else 0):
-                if work.fsdp.reduce_last:
+                if work.reduce_last:
                     cast(FSDPModule, model).set_requires_gradient_sync(micro == n_micro - 1)
                 with autocast("off" if fsdp else work.amp, CPU), torch.set_grad_enabled(train):
                     loss = model(inputs, labels)

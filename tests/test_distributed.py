@@ -272,4 +272,4 @@ def test_chosen_blocks_are_spread_evenly():
 def test_one_rank_of_ddp_moves_nothing_and_offloading_needs_a_gpu():
     assert traffic(plan_of([ROOT / BASE[0]], "train_ddp.py", 1).work) == {}
     argv = [ROOT / BASE[0], "--cpu-offload"]  # is refused on a CPU alone
-    assert plan_of(argv, "train_fsdp.py", 2).work.fsdp.shards == 2
+    assert plan_of(argv, "train_fsdp.py", 2).work.parallelism.shards == 2

@@ -32,6 +32,7 @@ from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.step_events import Clock, lay_out
 from llm_train_bench.formulas.work import Trainer
+from llm_train_bench.model.block_attention import InBlocks
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.config import load_config, parse_config
 from llm_train_bench.model.init import materialize
@@ -69,7 +70,7 @@ def test_formula_and_trace_agree(setting):
     text, _, limit = setting.partition(" | ")
     script, world, seq_len, model, *flags = text.split()
     plan = plan_of([f"configs/{model}.json", *flags, "--seq-len", seq_len], script, int(world))
-    for group in range(plan.work.fsdp.pp if plan.work.fsdp else 1):
+    for group in range(plan.work.parallelism.pp):
         formula = estimate_memory(plan.work, pp_rank=group).peak
         traced = traced_memory(plan.work, plan.optimizer, group)
         assert formula == pytest.approx(traced, rel=float(limit or 0.10))
@@ -150,9 +151,9 @@ def test_fewer_experts_than_shards_are_gathered_once(ranks, flags, sizes, times)
     moved = fsdp_bytes(work)
     for kind in ("all_gather", "reduce_scatter"):
         assert moved[kind] == traffic.bytes[kind] / 2, kind  # it traces two steps
-    parts = rank_weights(config.weights.values(), config, work.fsdp, 0)
+    parts = rank_weights(config.weights.values(), config, work.parallelism, 0)
     padded = sum(part.padded for part in parts if part.weight.of_experts)
-    assert padded == times * 3 * 8 * config.hidden_size * config.experts.size // work.fsdp.ep
+    assert padded == times * 3 * 8 * config.hidden_size * config.experts.size // work.parallelism.ep
 
 
 def estimate_of(command: str) -> dict[str, float]:
@@ -218,7 +219,7 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     with torch.device("meta"):
         whole = Transformer(config, T)
     block = whole.blocks["0"]
-    block.attn.blocks = blocks
+    mask = InBlocks() if blocks else None
     if work.compiled:
         torch._dynamo.reset()
         block.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
@@ -235,7 +236,7 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     low = torch.bfloat16 if work.amp == "bf16" else torch.float32
     x = torch.zeros(2, T, config.hidden_size, dtype=low, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast(work.amp, cpu):
-        output = block(x, whole.rope_for(config.layers[0].rope, slice(T), cpu), None)
+        output = block(x, whole.rope_for(config.layers[0].rope, slice(T), cpu), mask)
     formula = block_activations(work, False, 0)
     exact = blocks and not (work.compiled or config.latent)
     assert sum(sizes.values()) == pytest.approx(formula, rel=1e-3 if exact else 0.02)
@@ -655,7 +656,7 @@ class Recorder(Clock):
 
 def timeline(work, gpu) -> tuple[list[Event], float]:
     """All events of a step, and its seconds; an estimate lays out a few and repeats the last ones."""
-    pieces = [speed_model.group_pieces(work, gpu, group)[0] for group in range(work.fsdp.pp)]
+    pieces = [speed_model.group_pieces(work, gpu, group)[0] for group in range(work.parallelism.pp)]
     clock, slowest = Recorder(gpu.platform == "cpu"), speed_model.slowest_node(work, gpu)
     seconds = lay_out(work, pieces, speed_model.surroundings(work, gpu), clock).seconds
     events = [e for e in clock.events if e.end_s > e.start_s]
@@ -684,8 +685,8 @@ def test_a_step_of_many_micro_batches_is_as_its_events(setting):
         assert e.start_s >= free[e.group, e.stream] - 1e-9 and e.end_s > e.start_s
         free[e.group, e.stream] = e.end_s
     # Forward and backward of each stage, or of each block and the head; and the optimizer.
-    pipeline, groups = script == "train_pp.py", work.fsdp.pp
-    passes = 2 * work.fsdp.stages if pipeline else 2 * work.config.num_hidden_layers + 1
+    pipeline, groups = script == "train_pp.py", work.parallelism.pp
+    passes = 2 * work.parallelism.stages if pipeline else 2 * work.config.num_hidden_layers + 1
     computed = sum(e.stream == "compute" for e in events)
     assert computed == passes * work.batch.grad_acc_steps + groups
 

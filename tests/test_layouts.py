@@ -8,7 +8,7 @@ import torch
 
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.formulas.work import Fsdp
+from llm_train_bench.formulas.work import Parallelism
 from llm_train_bench.model import experts, layout
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.experts import MixtureOfExperts, fullest_expert, update_corrections
@@ -147,7 +147,7 @@ def test_balanced_routing_is_the_same_on_every_layout():
     assert len({tuple(row) for row in whole.flatten(0, 1).tolist()}) > 1
     for tp, cp in ((2, 1), (1, 2), (2, 3)):
         for rank in range(tp * cp):
-            part = RankLayout(Fsdp(shards=tp * cp, tp=tp, cp=cp, ulysses=cp == 2), rank)
+            part = RankLayout(Parallelism(tp=tp, cp=cp, ulysses=cp == 2), rank)
             at = part.places(12, torch.device("cpu")).own
             own = experts._in_turn(3, 12, e, part, at.device)
             assert torch.equal(own, whole[:, at].flatten(0, 1))

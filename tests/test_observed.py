@@ -131,7 +131,7 @@ def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path
 
 def test_kernels_that_were_not_asked_for_make_a_run_invalid(tmp_path, monkeypatch, output_of):
     """Whatever let another kernel run: the table, compare.py, the gate and the report say it."""
-    monkeypatch.setattr(train, "select_attention", lambda work, flex, device: "math")
+    monkeypatch.setattr(train, "select_attention", lambda work, device: "math")
     runs = tmp_path / "runs"
     argv = [*TINY, "--attention", "math", "--output-dir", runs, "--run-name", "a"]
     why = "asked for math attention, flash ran"

@@ -68,7 +68,7 @@ def test_packed_documents_are_the_documents_one_by_one(family, changes):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_flex_attention_sees_the_same_documents(family):
-    models = (built(config(family), 3, T, flex) for flex in (False, True))
+    models = (built(config(family), 3, T, masked) for masked in ("pieces", "flex"))
     inputs, _, documents = packed(some_tokens(2, T + 1))
     with torch.no_grad():
         torch.testing.assert_close(*(model(inputs, None, documents) for model in models))

@@ -263,10 +263,10 @@ def same_logits(values: dict, directory, std: float = 0.1):
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-3 * std, rtol=0)
 
 
-@pytest.mark.parametrize("flex", [False, True])
-def test_window_hides_what_lies_before_it(flex):
+@pytest.mark.parametrize("masked", ["pieces", "flex"])
+def test_window_hides_what_lies_before_it(masked):
     """Position i of one layer depends on i - 8 and on nothing older."""
-    model = built(config("mistral", num_hidden_layers=1, sliding_window=9), 0, T, flex)
+    model = built(config("mistral", num_hidden_layers=1, sliding_window=9), 0, T, masked)
     tokens = some_tokens(1, T)
     changed = tokens.index_fill(1, torch.tensor(5), (tokens[0, 5].item() + 1) % 97)
     with torch.no_grad():

@@ -416,7 +416,7 @@ def test_the_te_block_has_the_names_of_the_plain_one():
 
 def test_ideal_time_divides_each_matmul_by_its_own_peak(tmp_path):
     result = Result.model_validate(trained(tmp_path, TINY, EMULATED, "--peak-tflops 100"))
-    m, device, work = result.metrics, result.device, plan_of(TINY).work
+    m, device, work = result.metrics, result.device, plan_of([*TINY, *EMULATED]).work
     device.peak_fp8_tflops, result.fp8.emulated = 400.0, False
     device.roof_bf16_tflops, device.roof_fp8_tflops = 50.0, 100.0
     for recipe, fp8_passes in (("tensorwise", 3), ("current", 3), ("rowwise_with_gw_hp", 2)):

@@ -2,8 +2,6 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterable
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,33 +16,31 @@ from llm_train_bench.model.transformer import Transformer
 KERNELS = ("flash", "cudnn", "efficient", "math")
 
 
-def select_attention(work: Work, flex: bool, device: torch.device) -> str | None:
-    """Allow only the named kernel in this process, and see that it can run the model.
+def select_attention(work: Work, device: torch.device) -> str | None:
+    """Allow only the kernel of the plan in this process, and see that it can run the model.
 
     Returns the kernel that will run: flash, cudnn, efficient, math, flex or blocks; None where PyTorch
     does not tell. UsageError for a kernel that cannot serve this model on this device.
     """
-    name, free = work.attention, ("auto", "flex", "blocks")
-    torch.backends.cuda.enable_flash_sdp(name in (*free, "flash"))
-    torch.backends.cuda.enable_cudnn_sdp(name in (*free, "cudnn"))
-    torch.backends.cuda.enable_mem_efficient_sdp(name in (*free, "efficient"))
-    torch.backends.cuda.enable_math_sdp(name in (*free, "math"))
-    if work.masked and not flex:  # model/piece_attention.py calls a kernel itself
-        return "math" if device.type == "cuda" and work.amp == "off" else "flash"
-    if flex:
+    kernel, cuda = work.attention, torch.backends.cuda
+    allowed = (kernel.causal,) if kernel.causal in KERNELS else KERNELS
+    cuda.enable_flash_sdp("flash" in allowed)
+    cuda.enable_cudnn_sdp("cudnn" in allowed)
+    cuda.enable_mem_efficient_sdp("efficient" in allowed)
+    cuda.enable_math_sdp("math" in allowed)
+    if kernel.masked == "flex":
         return "flex"
-    if name in KERNELS:
+    if work.masked:  # model/piece_attention.py calls a kernel itself
+        return "math" if device.type == "cuda" and work.amp == "off" else "flash"
+    if kernel.causal in KERNELS:
         _probe(work, device)
-    return name if name == "blocks" else _chosen_kernel(work, device)
+    return "blocks" if kernel.causal == "blocks" else _chosen_kernel(work, device)
 
 
 def apply_kernels(model: Transformer, work: Work, linear: str) -> None:
     """Let a model use the kernels and sizes asked for and the chosen library; after apply_fp8."""
-    key_compiled_code(work.fp8.emulated, linear)
+    key_compiled_code(bool(work.fp8 and work.fp8.emulated), linear)
     model.loss.chunk_elements = work.chunk_elements
-    for block in cast("Iterable[Any]", model.blocks.children()):
-        if block.attn is not None:
-            block.attn.blocks = work.attention == "blocks"
     if linear == "onednn":
         use_onednn(model)
 
@@ -72,10 +68,10 @@ def _inputs(work: Work, T: int, device: torch.device):
 
 def _probe(work: Work, device: torch.device) -> None:
     """Run the one allowed kernel on a small case of the model's heads."""
-    config = work.config
+    config, name = work.config, work.attention.causal
     q, k, v = _inputs(work, 16, device)
     try:
-        if device.type == "cpu" and work.attention not in ("flash", "math"):
+        if device.type == "cpu" and name not in ("flash", "math"):
             raise RuntimeError("No available kernel on a CPU")
         with warnings.catch_warnings():  # torch explains at length why it refused a kernel
             warnings.simplefilter("ignore")
@@ -88,7 +84,7 @@ def _probe(work: Work, device: torch.device) -> None:
             raise
         extras = " with dropout" if config.attention_dropout else ""
         raise UsageError(
-            f"--attention {work.attention}: that kernel cannot run {q.shape[1]} heads over {k.shape[1]} "
+            f"--attention {name}: that kernel cannot run {q.shape[1]} heads over {k.shape[1]} "
             f"key/value heads of {config.head_dim} in {str(q.dtype).removeprefix('torch.')} on "
             f"{device.type}{extras}; use --attention auto"
         ) from None

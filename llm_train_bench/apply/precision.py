@@ -49,7 +49,8 @@ def set_weights(model: Transformer, work: Work) -> None:
 
     The correction of a router's choice stays in fp32: its steps are below bf16's.
     """
-    apply_lora(model, work.lora)
+    if work.lora:
+        apply_lora(model, work.lora)
     for name, parameter in model.named_parameters() if work.bf16_weights else ():
         if not name.endswith(".correction"):
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -57,8 +57,8 @@ class LocalShard(NamedTuple):
     """Its place in the whole tensor."""
     copies: int = 0
     """Ranks that have the same; 0 stands for all."""
-    index: int = 0
-    """Which of these this rank is."""
+    copy: int = 0
+    """Which of these this rank has."""
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
@@ -67,16 +67,16 @@ def local_shard(tensor: Tensor) -> LocalShard:
         return LocalShard(tensor, Shard((0,) * tensor.ndim, tuple(tensor.shape)))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, copies, index = tensor.device_mesh, 1, 0
+    mesh, copies, copy = tensor.device_mesh, 1, 0
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             copies *= mesh.size(dimension)
-            index = index * mesh.size(dimension) + mesh.get_local_rank(dimension)
+            copy = copy * mesh.size(dimension) + mesh.get_local_rank(dimension)
     local = tensor.to_local()
     # --fp8-all-gather has torchao's wrapper around the plain tensor.
     local = getattr(local, "_tensor", local)
-    return LocalShard(local, Shard(tuple(offsets), tuple(sizes)), copies, index)
+    return LocalShard(local, Shard(tuple(offsets), tuple(sizes)), copies, copy)
 
 
 def shard_of_whole(weight: Weight, layout: Layout, tensor: Tensor) -> LocalShard:

@@ -308,7 +308,7 @@ def nearest_changes(
     tries += [({"bsz": 1, "sac_freq": "1/1"}, gpus)]
     if work.fsdp:
         tries += [({}, gpus * more) for more in (2, 4, 8)]
-        tries += [({"tp": 2 * work.fsdp.tp}, gpus), ({"cp": 2 * work.fsdp.cp}, gpus)]
+        tries += [({"tp": 2 * work.parallelism.tp}, gpus), ({"cp": 2 * work.parallelism.cp}, gpus)]
     for flags, n in tries:
         with contextlib.suppress(UsageError):
             other = planned(flags, n)
@@ -351,7 +351,7 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     for name, seconds in e.parts_s.items():
         if seconds > 1e-6 * e.step_s:
             row(f"  {name}", f"{seconds:.4g} s")
-    if work.fsdp.cpu_offload:
+    if work.cpu_offload:
         row("  --cpu-offload", "its transfers are not counted")
     if sent := offloaded_bytes(work, work.layers_of(0)):
         row("  --offload-activations", f"{_gib(sent)} each way in a micro batch")

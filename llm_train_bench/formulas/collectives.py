@@ -15,7 +15,7 @@ from typing import NamedTuple
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.parameters import learnt_weights
 from llm_train_bench.formulas.scales import reductions, shared_dimensions
-from llm_train_bench.formulas.work import OUR_TRAINER, Fsdp, Work, alike
+from llm_train_bench.formulas.work import OUR_TRAINER, Parallelism, Work, alike
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import present
 from llm_train_bench.model.weights import Weight, sharded_dimension
@@ -49,8 +49,8 @@ def ddp_bytes(weights: Sequence[Weight], work: Work) -> dict[str, int]:
     if work.world == 1 or not work.trains:
         return {}
     numbers = sum(math.prod(weight.shape) for weight in weights)
-    moved = {"all_reduce": numbers * work.ddp.reduce_bytes}
-    if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
+    moved = {"all_reduce": numbers * work.reduce_bytes}
+    if work.zero1 and work.pass_type == "step":  # the updated shares, rows padded
         shapes = (weight.shape for weight in weights)
         padded = (-(-rows // work.world) * work.world * math.prod(rest) for rows, *rest in shapes)
         moved["all_gather"] = 4 * sum(padded)
@@ -64,12 +64,12 @@ def padded_size(work: Work, part: RankWeight) -> int:
 
 def muon_numbers(work: Work, pp_rank: int) -> float:
     """Numbers of matrices that Muon has of a rank, in the mean; each tp rank's copy counts."""
-    fsdp, numbers = work.fsdp, 0.0
+    parallel, numbers = work.parallelism, 0.0
     layers = set(work.layers_of(pp_rank))
     for weight in work.config.weights.values():
         if weight.is_matrix and weight.layer in layers:
-            copies = fsdp.tp if weight.split is None else 1
-            numbers += copies * math.prod(weight.shape) / fsdp.shards
+            copies = parallel.tp if weight.split is None else 1
+            numbers += copies * math.prod(weight.shape) / parallel.shards
     return numbers
 
 
@@ -82,11 +82,12 @@ def _fsdp_bytes_of(work: Work, part: RankWeight) -> tuple[int, int, int]:
     is_router = weight.module == "mlp.router" and weight.is_matrix
     exact = is_router and present(work.config.experts).exact_router
     width = 4 if exact and not work.bf16_weights else work.matmul_bytes
-    if work.fp8.all_gather and weight.is_matrix and weight.module in work.fp8.layers:
+    fp8 = work.fp8
+    if fp8 and fp8.all_gather and weight.is_matrix and weight.module in fp8.layers:
         width = 1
     learns = not work.lora or weight.kind in ("lora_a", "lora_b")
-    reduced = size * work.fsdp.reduce_bytes * (work.trains and learns)
-    replicated = reduced // part.mesh * (work.fsdp.replicas > 1)
+    reduced = size * work.reduce_bytes * (work.trains and learns)
+    replicated = reduced // part.mesh * (work.parallelism.dp_replicate > 1)
     return (size * width, reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
 
 
@@ -97,20 +98,21 @@ def fsdp_bytes(work: Work, pp_rank: int = 0) -> dict[str, int]:
     meshes, besides what tokens move. In a pipeline the bytes are of one of its groups of ranks, which
     gathers and reduces its stages once a step.
     """
-    fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
-    micro_steps = 1 if fsdp.pp > 1 else n_micro
-    reductions = 1 if fsdp.reduce_last else micro_steps
+    fsdp, parallel, config = work.fsdp, work.parallelism, work.config
+    n_micro = work.batch.grad_acc_steps
+    micro_steps = 1 if parallel.pp > 1 else n_micro
+    reductions = 1 if work.reduce_last else micro_steps
     moved: Counter[str] = Counter()
     partial, layers = 0, work.layers_of(pp_rank)
     weights = [*learnt_weights(config), *(work.lora.weights if work.lora else ())]
-    for part in rank_weights(weights, config, fsdp, pp_rank):
+    for part in rank_weights(weights, config, parallel, pp_rank):
         block = part.weight.layer is not None
         gathered, reduced, replicated = _fsdp_bytes_of(work, part)
-        gathers = 2 if block and work.trains and fsdp.reshard else 1
+        gathers = 2 if block and work.trains and fsdp and fsdp.reshard else 1
         moved["all_gather"] += micro_steps * gathers * gathered
         moved["reduce_scatter"] += reductions * reduced
         moved["all_reduce"] += reductions * replicated
-        if fsdp.tp > 1 and part.weight.split is None:
+        if parallel.tp > 1 and part.weight.split is None:
             rows, *rest = part.shape
             partial += min(-(-rows // part.mesh), rows) * math.prod(rest)
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
@@ -118,7 +120,7 @@ def fsdp_bytes(work: Work, pp_rank: int = 0) -> dict[str, int]:
         if config.experts and config.experts.correction_rate:
             routers = sum(config.layers[i].mlp == "experts" for i in layers)
             moved["all_reduce"] += 4 * config.experts.number * routers
-        if work.optimizer == "muon" and fsdp.shards > 1:  # to the owners of matrices, and back
+        if work.optimizer == "muon" and parallel.shards > 1:  # to the owners of matrices, and back
             moved["all_to_all"] += round(2 * 2 * muon_numbers(work, pp_rank))
     for move in (*chain(*(token_moves(work, layer) for layer in layers)), *end_moves(work, layers)):
         moved[move.kind] += n_micro * move.calls * move.size
@@ -127,28 +129,30 @@ def fsdp_bytes(work: Work, pp_rank: int = 0) -> dict[str, int]:
 
 
 def rank_weights(
-    weights: Iterable[Weight], config: ModelConfig, fsdp: Fsdp, pp_rank: int
+    weights: Iterable[Weight], config: ModelConfig, parallel: Parallelism, pp_rank: int
 ) -> Iterator[RankWeight]:
     """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
     last = config.num_hidden_layers - 1
-    layers = set(fsdp.layers_of(config.num_hidden_layers, pp_rank))
+    layers = set(parallel.layers_of(config.num_hidden_layers, pp_rank))
     roots = {"embed", "positions"} if 0 in layers else set()
     if last in layers:
         roots |= {"norm", "lm_head"} | ({"embed"} if config.tie_word_embeddings else set())
     for weight in weights:
         if not (weight.layer in layers or (weight.layer is None and weight.module in roots)):
             continue
-        mesh = fsdp.shards // (fsdp.ep if weight.of_experts else fsdp.tp)
-        shape = weight.shard(fsdp).sizes
+        mesh = parallel.shards // (parallel.ep if weight.of_experts else parallel.tp)
+        shape = weight.shard(parallel).sizes
         rows = shape[sharded_dimension(shape, mesh)]
         yield RankWeight(weight, shape, mesh, -(-rows // mesh) * mesh * math.prod(shape) // rows)
 
 
 @functools.lru_cache(maxsize=4096)
-def rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int) -> tuple[RankWeight, ...]:
+def rank_matrices(
+    config: ModelConfig, parallel: Parallelism, pp_rank: int
+) -> tuple[RankWeight, ...]:
     """The same of those with two dimensions or more; cached, since a search asks for them again."""
     large = (weight for weight in config.weights.values() if len(weight.shape) > 1)
-    return tuple(rank_weights(large, config, fsdp, pp_rank))
+    return tuple(rank_weights(large, config, parallel, pp_rank))
 
 
 def _sent_bytes(work: Work, pp_rank: int) -> int:
@@ -157,20 +161,20 @@ def _sent_bytes(work: Work, pp_rank: int) -> int:
     The residual stream goes to the next stage, its gradient to the one before; the gradients of a tied
     head go to the other end.
     """
-    fsdp, batch = work.fsdp, work.batch
-    if fsdp.pp == 1:
+    parallel, batch = work.parallelism, work.batch
+    if parallel.pp == 1:
         return 0
-    stages = fsdp.stages_of(pp_rank)
-    times = len(stages) - (fsdp.stages - 1 in stages)
+    stages = parallel.stages_of(pp_rank)
+    times = len(stages) - (parallel.stages - 1 in stages)
     times += work.trains * (len(stages) - (0 in stages))
     sent = (
         times * batch.grad_acc_steps * work.own_tokens * work.config.hidden_size * work.matmul_bytes
     )
-    at_end = pp_rank in (0, fsdp.pp - 1)
+    at_end = pp_rank in (0, parallel.pp - 1)
     if work.config.tie_word_embeddings and work.pass_type == "step" and at_end:
         rows, width = work.config.padded_vocab_size, work.config.hidden_size
-        part = math.ceil(rows / fsdp.tp)
-        sent += 4 * math.ceil(part / (fsdp.shards // fsdp.tp)) * width
+        part = math.ceil(rows / parallel.tp)
+        sent += 4 * math.ceil(part / (parallel.shards // parallel.tp)) * width
     return sent
 
 
@@ -195,12 +199,12 @@ def end_moves(work: Work, layers: Collection[int]) -> Iterator[TokenMoves]:
     Embeddings are added up for own tokens, and the last hidden states gathered. In the loss a maximum and
     two sums of each token pass, in fp32.
     """
-    fsdp, config, back = work.fsdp, work.config, int(work.trains)
+    parallel, config, back = work.parallelism, work.config, int(work.trains)
     first, last = 0 in layers, config.num_hidden_layers - 1 in layers
-    if fsdp.tp == 1:
+    if parallel.tp == 1:
         return
     size = work.gathered_tokens * config.hidden_size * work.matmul_bytes
-    move = functools.partial(TokenMoves, "tp", ranks=fsdp.tp, apart=1)
+    move = functools.partial(TokenMoves, "tp", ranks=parallel.tp, apart=1)
     yield move("all_gather", last + first * back, size)
     yield move("reduce_scatter", first + last * back, size)
     yield move("all_reduce", int(last), 12 * work.gathered_tokens)
@@ -214,7 +218,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     too, up to the input of its last linear layer; the `op` policy keeps what came. Tokens sent to experts
     are the mean over ranks (`tokens_sent`): a rank sends back what it got.
     """
-    fsdp, config, w, own = work.fsdp, work.config, work.matmul_bytes, work.own_tokens
+    parallel, config, w, own = work.parallelism, work.config, work.matmul_bytes, work.own_tokens
     checkpointed = layer in work.recompute.blocks and work.trains
     again = checkpointed and work.recompute.policy == "block"
     back = int(work.trains)
@@ -224,9 +228,9 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     mixes, follows = spec.mixer is not None, spec.mlp is not None
     if experts is not None:  # of what follows, tp divides the shared expert alone
         follows = experts.shared_size > 0
-    if fsdp.tp > 1:
-        move = functools.partial(TokenMoves, "tp", ranks=fsdp.tp, apart=1)
-        gathered = own * fsdp.tp * config.hidden_size * w
+    if parallel.tp > 1:
+        move = functools.partial(TokenMoves, "tp", ranks=parallel.tp, apart=1)
+        gathered = own * parallel.tp * config.hidden_size * w
         places = mixes + follows
         # Each place gathers and reduces forward, and the other way round backward. What ranks keep is
         # their shards: backward gathers it again, beside the gradient of the input.
@@ -234,11 +238,11 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         if spec.mixer == "latent":
             m = present(config.latent)
             inputs = [m.q_rank or config.hidden_size, m.kv_rank] + [config.hidden_size] * follows
-            yield move("all_gather", 1 + repeats, own * fsdp.tp * m.rope_dim * w)
-            yield move("reduce_scatter", back, own * fsdp.tp * m.rope_dim * w)
+            yield move("all_gather", 1 + repeats, own * parallel.tp * m.rope_dim * w)
+            yield move("reduce_scatter", back, own * parallel.tp * m.rope_dim * w)
         yield move("all_gather", places * back, gathered)
         for width in inputs:
-            size = own * fsdp.tp * width * w
+            size = own * parallel.tp * width * w
             yield move("all_gather", 1 + repeats, size)
             if work.keeps_shards:
                 yield move("all_gather", back, size, beside=True)
@@ -250,39 +254,39 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
             follows and (spec.post_norm or experts is not None)
         )
         yield move("reduce_scatter", places + again * repeated, gathered)
-    if fsdp.cp > 1:
-        move = functools.partial(TokenMoves, "cp", ranks=fsdp.cp, apart=fsdp.tp)
-        tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
+    if parallel.cp > 1:
+        move = functools.partial(TokenMoves, "cp", ranks=parallel.cp, apart=parallel.tp)
+        tokens, heads = own * parallel.tp, config.num_attention_heads // parallel.tp
         kv_heads = heads if config.latent else work.kv_heads
         kv = kv_heads * (config.head_dim + config.value_dim)
         widths = heads * config.head_dim + kv, heads * config.value_dim
         if spec.mixer == "recurrent":
             r = present(config.recurrent)
-            key, heads = max(r.groups // fsdp.tp, fsdp.cp) * r.state, r.heads // fsdp.tp
+            key, heads = max(r.groups // parallel.tp, parallel.cp) * r.state, r.heads // parallel.tp
             widths = 2 * key + heads * (r.head_dim + 1 + r.delta), heads * r.head_dim
         if not mixes:
             widths, kv = (), 0
-        if fsdp.ulysses:
+        if parallel.ulysses:
             for width in widths:
                 yield move("all_to_all", passes, tokens * width * w)
         elif kv:
-            size = tokens * fsdp.cp * kv * w
+            size = tokens * parallel.cp * kv * w
             yield move("all_gather", 1 + again, size)
             yield move("reduce_scatter", back, size)
     for back_pass, number, kind in _scales_reduced(work, layer):
         calls = back if back_pass else 1 + again
-        ranks, apart = (fsdp.tp, 1) if kind == "tp" else (fsdp.cp, fsdp.tp)
+        ranks, apart = (parallel.tp, 1) if kind == "tp" else (parallel.cp, parallel.tp)
         yield TokenMoves(kind, "all_reduce", calls, 4 * number, ranks, apart)
-    if experts and fsdp.ep > 1:
-        move = functools.partial(TokenMoves, "ep", "all_to_all", ranks=fsdp.ep, apart=1)
+    if experts and parallel.ep > 1:
+        move = functools.partial(TokenMoves, "ep", "all_to_all", ranks=parallel.ep, apart=1)
         sent = own * tokens_sent(work)
         yield move(2 * passes, round(sent * (experts.latent or config.hidden_size) * w))
         # Choices of experts and their weights.
         yield move(passes, round(sent * 2 * experts.per_token * 4))
         if not work.balanced:  # or it is always the same
-            yield move(1 + again * work.compiled, 16 * fsdp.ep)
+            yield move(1 + again * work.compiled, 16 * parallel.ep)
     if experts and experts.aux_loss and work.trains:
-        yield TokenMoves("ep", "all_reduce", 1 + repeats, 4 * experts.number, fsdp.ranks, 1)
+        yield TokenMoves("ep", "all_reduce", 1 + repeats, 4 * experts.number, parallel.ranks, 1)
 
 
 def tokens_sent(work: Work) -> float:
@@ -291,7 +295,7 @@ def tokens_sent(work: Work) -> float:
     Of a token's k experts those of one rank get it once. Balanced ones are k neighbours of all, dealt out
     in turn; learned ones are thought to be chosen alike.
     """
-    e, ep = present(work.config.experts), work.fsdp.ep
+    e, ep = present(work.config.experts), work.parallelism.ep
     k, each = e.per_token, e.number // ep
     if work.trainer is not OUR_TRAINER:
         return k
@@ -304,17 +308,17 @@ def tokens_sent(work: Work) -> float:
 
 def _scales_reduced(work: Work, layer: int) -> Iterator[tuple[bool, int, str]]:
     """The largest magnitudes that ranks of a layer's parts join for FP8 (formulas/scales.py)."""
-    fsdp = work.fsdp
-    if fsdp.tp * fsdp.cp == 1 or work.fp8.backend != "torchao":
+    parallel = work.parallelism
+    if parallel.tp * parallel.cp == 1 or work.fp8 is None or work.fp8.backend != "torchao":
         return
     for weight in work.config.linear_layers(layer):
         if weight.module not in work.fp8.layers:
             continue
-        m, k = weight.shard(fsdp).sizes
+        m, k = weight.shard(parallel).sizes
         shared = shared_dimensions(weight)
         tokens = work.own_tokens if "tp" in shared["N"] else work.gathered_tokens
         for each in reductions(work.fp8.recipe, shared, {"N": tokens, "M": m, "K": k}):
-            if getattr(fsdp, each[2]) > 1:
+            if getattr(parallel, each[2]) > 1:
                 yield each
 
 
@@ -345,21 +349,21 @@ def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hard
 
 def unit_times(work: Work, gpu: Hardware, pp_rank: int) -> dict[int, tuple[float, float]]:
     """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
-    fsdp, times = work.fsdp, {}
+    parallel, times = work.parallelism, {}
     units = {layer: {} for layer in (-1, *work.layers_of(pp_rank))}
-    for part in rank_matrices(work.config, fsdp, pp_rank):
+    for part in rank_matrices(work.config, parallel, pp_rank):
         sizes = units[part.unit].get(part.mesh, (0, 0, 0))
         added = zip(sizes, _fsdp_bytes_of(work, part), strict=True)
         units[part.unit][part.mesh] = tuple(map(sum, added))
     for layer, meshes in units.items():
         gather = reduce = 0.0
         for mesh, (gathered, reduced, replicated) in meshes.items():
-            near = max(1, gpu.per_node * mesh // fsdp.shards)  # ranks of the mesh in a node
+            near = max(1, gpu.per_node * mesh // parallel.shards)  # ranks of the mesh in a node
             gather += collective_time("all_gather", gathered, mesh, near, gpu)
             reduce += collective_time("reduce_scatter", reduced, mesh, near, gpu)
             # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
-            apart = max(1, gpu.per_node // fsdp.shards)
-            reduce += collective_time("all_reduce", replicated, fsdp.replicas, apart, gpu)
+            apart = max(1, gpu.per_node // parallel.shards)
+            reduce += collective_time("all_reduce", replicated, parallel.dp_replicate, apart, gpu)
         times[layer] = gather, reduce
     return times
 
@@ -370,7 +374,7 @@ def token_time(work: Work, gpu: Hardware, pp_rank: int) -> dict[str, float]:
     `beside` are those of tp beside which the same layer computes.
     """
     seconds = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "beside": 0.0}
-    if not work.fsdp.divided:
+    if not work.parallelism.divided:
         return seconds
     layers = work.layers_of(pp_rank)
     for same, moves in (
@@ -392,7 +396,7 @@ def _rows_once(work: Work, near: int) -> float:
     Of k experts chosen alike, n places see n (1 - (1 - 1/n)^k) tokens of k.
     """
     k = present(work.config.experts).per_token
-    places = work.fsdp.ep // near if work.fsdp.ep > near else work.fsdp.ep
+    places = work.parallelism.ep // near if work.parallelism.ep > near else work.parallelism.ep
     return places * (1 - (1 - 1 / places) ** k) / k
 
 

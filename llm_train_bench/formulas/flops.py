@@ -27,7 +27,7 @@ from llm_train_bench.formulas.parameters import (
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import present
-from llm_train_bench.model.weights import Weight
+from llm_train_bench.model.weights import Lora, Weight
 
 
 def attended_keys(
@@ -118,13 +118,13 @@ def step_flops_per_token(work: Work, causal: bool) -> float:
         return forward + 2 * lora.numbers()
     frozen = 2 * sum(linear_parameters(config).values())
     whole = 2 * frozen + 3 * (forward - frozen) + 6 * lora.numbers()
-    return whole - 2 * _before_adapters(work, causal)
+    return whole - 2 * _before_adapters(work, lora, causal)
 
 
-def _before_adapters(work: Work, causal: bool) -> float:
+def _before_adapters(work: Work, lora: Lora, causal: bool) -> float:
     """Multiply-adds per token of gradients that nobody needs, since no adapter comes before."""
     config = work.config
-    downs = {adapter.frozen: math.prod(adapter.down.shape) for adapter in work.lora.adapters}
+    downs = {adapter.frozen: math.prod(adapter.down.shape) for adapter in lora.adapters}
     total = 0.0
 
     def after(layers: dict[str, Weight], *modules: str, needed: bool = False) -> bool:
@@ -162,7 +162,8 @@ def nemo_lora_flops_per_token(work: Work) -> float:
     Source: nemo_automodel/recipes/llm/benchmark.py of August 2026.
     """
     whole = flops_per_token(work.config, work.batch.lengths, True, work.pass_type)
-    return whole * (2 + work.lora.numbers() / count_parameters(work.config)) / 3
+    adapters = work.lora.numbers() if work.lora else 0
+    return whole * (2 + adapters / count_parameters(work.config)) / 3
 
 
 def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool = False) -> float:

@@ -80,25 +80,25 @@ def estimate_memory(
     copies for the backward. In a pipeline it is of the group of ranks that needs most, or of `pp_rank`.
     Experts are thought to get equal numbers of rows.
     """
-    fsdp, train = work.fsdp, work.trains
-    if fsdp.pp > 1:
-        groups = range(fsdp.pp) if pp_rank is None else (pp_rank,)
+    fsdp, parallel, train = work.fsdp, work.parallelism, work.trains
+    if parallel.pp > 1:
+        groups = range(parallel.pp) if pp_rank is None else (pp_rank,)
         estimates = (_of_a_group(work, fused_norm, group) for group in groups)
         return max(estimates, key=lambda estimate: estimate.peak)
     sizes = _Sizes(work)
     parameters, gradients, optimizer = _lasting(work, sizes)
-    host = parameters + optimizer + gradients if fsdp.cpu_offload else 0.0
-    if fsdp.cpu_offload:
+    host = parameters + optimizer + gradients if work.cpu_offload else 0.0
+    if work.cpu_offload:
         parameters = optimizer = gradients = 0.0
     # Freed memory stays with the stream it was for: gathering and reducing have one each.
-    passed = sizes.width + (fsdp.reduce_bytes if train else 0) if fsdp else 0
+    passed = sizes.width + (work.reduce_bytes if train else 0) if fsdp else 0
     apart = sizes.root * passed if sizes.root_gathered else 0.0
     lasting = parameters + optimizer
     several = work.batch.grad_acc_steps > 1
     whole_weights = bool(fsdp) and work.trainer.zero < 3
     lasting += gradients if several or work.ddp or whole_weights else 0.0
-    if several and train and fsdp.reduce_last:  # whole gradients take the place of shards
-        whole = (fsdp.reduce_bytes if sizes.width == 2 else 4) * (sizes.root + sizes.blocks_here)
+    if several and train and work.reduce_last:  # whole gradients take the place of shards
+        whole = (work.reduce_bytes if sizes.width == 2 else 4) * (sizes.root + sizes.blocks_here)
         lasting += whole - gradients
 
     width, stream = sizes.width, work.matmul_bytes * work.config.hidden_size * work.own_tokens
@@ -118,7 +118,7 @@ def estimate_memory(
         return MemoryEstimate(
             parameters, gradients, 0.0, activations, logits, gathered, peak, apart, host
         )
-    reduced = sizes.block * (width + fsdp.reduce_bytes) if fsdp else 4.0 * sizes.block
+    reduced = sizes.block * (width + work.reduce_bytes) if fsdp else 4.0 * sizes.block
     learns = not work.lora and not whole_weights  # gradients of weights that are not in `lasting`
     reduced *= learns
     in_backward = lasting + gathered + kept + sizes.copies
@@ -129,12 +129,14 @@ def estimate_memory(
     at_end = parameters + optimizer + gradients
     if fsdp:
         # Gradients of embedding and head are reduced together, last of all.
-        at_end += sizes.root * (width + fsdp.reduce_bytes) * learns
-        at_end -= 0.0 if fsdp.cpu_offload else work.weight_bytes * sizes.root / fsdp.shards * learns
-        if fsdp.replicas > 1 and fsdp.reduce_bytes != work.weight_bytes and learns:
+        at_end += sizes.root * (width + work.reduce_bytes) * learns
+        at_end -= (
+            0.0 if work.cpu_offload else work.weight_bytes * sizes.root / parallel.shards * learns
+        )
+        if parallel.dp_replicate > 1 and work.reduce_bytes != work.weight_bytes and learns:
             # What replicas reduce stays in its format until the backward is over.
-            at_end += fsdp.reduce_bytes * sizes.held
-            in_backward += fsdp.reduce_bytes * sizes.held
+            at_end += work.reduce_bytes * sizes.held
+            in_backward += work.reduce_bytes * sizes.held
     else:
         at_end += 4 * sizes.vocabulary * learns  # the embedding's gradient before it is added
     if work.pass_type == "step" and work.optimizer == "muon":
@@ -153,21 +155,21 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     Before its first backward a group has the activations of several micro batches: 1F1B has p - s of
     them, Interleaved1F1B as many stages of them as its warm-up takes (Narayanan et al. 2021, 2.2).
     """
-    fsdp, batch, config, w = work.fsdp, work.batch, work.config, work.matmul_bytes
+    parallel, batch, config, w = work.parallelism, work.batch, work.config, work.matmul_bytes
     layers, sizes = work.layers_of(pp_rank), _Sizes(work, pp_rank)
     parameters, gradients, optimizer = _lasting(work, sizes)
-    stages = fsdp.stages_of(pp_rank)
+    stages = parallel.stages_of(pp_rank)
     stream = w * config.hidden_size * work.own_tokens
-    ends = len({0, fsdp.stages - 1} & {*stages})
+    ends = len({0, parallel.stages - 1} & {*stages})
     # Streams that come from other groups, and their gradients, each micro batch in a buffer of its own.
     boundaries = batch.grad_acc_steps * stream * (2 * len(stages) - ends) * work.trains
     ours = work.trainer.zero == 3  # others free what they sent, and add gradients up in one buffer
     boundaries *= ours
-    if fsdp.virtual == 1:
-        flying = min(batch.grad_acc_steps, fsdp.pp - pp_rank)
+    if parallel.virtual == 1:
+        flying = min(batch.grad_acc_steps, parallel.pp - pp_rank)
     else:
-        warm_up = (fsdp.virtual - 1) * fsdp.pp + 2 * (fsdp.pp - 1 - pp_rank) + 1
-        flying = min(fsdp.virtual * batch.grad_acc_steps, warm_up) / fsdp.virtual
+        warm_up = (parallel.virtual - 1) * parallel.pp + 2 * (parallel.pp - 1 - pp_rank) + 1
+        flying = min(parallel.virtual * batch.grad_acc_steps, warm_up) / parallel.virtual
     # What each stage returns is kept too.
     kept, host = flying * (_kept(work, layers, fused_norm) + stream * len(stages)), 0.0
     if work.offload:
@@ -175,7 +177,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     last = config.num_hidden_layers - 1 in layers
     logits, head_gradient = _loss(work, sizes, fused_norm) if last else (0.0, 0.0)
     gathered = sizes.root_gathered + sizes.gathered_blocks
-    whole = (fsdp.reduce_bytes if w == 2 else 4) * (sizes.root + sizes.blocks_here)
+    whole = (work.reduce_bytes if w == 2 else 4) * (sizes.root + sizes.blocks_here)
     whole *= work.trains and not work.lora and ours
     lasting = parameters + optimizer + gathered + boundaries
     if not work.trains:
@@ -189,7 +191,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     in_loss = lasting + again + kept + stream + logits + head_gradient
     in_backward = lasting + whole * ours + kept + _in_backward(work, layers, 0.0, fused_norm)
     # Of the first unit that is reduced: a copy for the collective beside all the others' gradients.
-    unit = fsdp.reduce_bytes * max(sizes.block, sizes.root) * ours
+    unit = work.reduce_bytes * max(sizes.block, sizes.root) * ours
     at_end = parameters + optimizer + sizes.root_gathered + whole + boundaries + gradients + unit
     gradients, activations, logits = gradients + whole, kept + boundaries, logits + head_gradient
     peak = max(in_loss, in_backward, at_end)
@@ -200,32 +202,32 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
 
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     """Bytes of this rank's parameters, gradients and optimizer state."""
-    trainer, ddp, each, lora = work.trainer, work.ddp, work.weight_bytes, work.lora
+    trainer, each, lora = work.trainer, work.weight_bytes, work.lora
     copies = trainer.weights.startswith("master")
     state = work.state_bytes + 4 * (work.state_bytes > 0 and copies)
     if lora:  # adapters, in fp32, are all that is learnt
-        learnt = lora.numbers(sizes.layers) / (work.fsdp.shards if work.fsdp else 1)
-        share = 1 / work.world if ddp.zero1 else 1
+        learnt = lora.numbers(sizes.layers) / work.parallelism.shards
+        share = 1 / work.world if work.zero1 else 1
         base = sizes.whole if work.fsdp and trainer.zero < 3 else sizes.held
         gradients = 4.0 * learnt * work.trains
         return lora.base_bytes * base + 4 * learnt, gradients, state * learnt * share
-    gradients = work.gradient_bytes * sizes.held if work.trains or ddp else 0.0
-    if ddp and trainer.zero == 2:
+    gradients = work.gradient_bytes * sizes.held if work.trains or work.ddp else 0.0
+    if work.ddp and trainer.zero == 2:
         gradients /= work.world
     if work.fsdp and trainer.zero < 3:
         if trainer.zero < 2:
             gradients = work.gradient_bytes * sizes.whole * work.trains
-        own = sizes.held / work.fsdp.replicas if trainer.zero else sizes.whole
+        own = sizes.held / work.parallelism.dp_replicate if trainer.zero else sizes.whole
         return each * sizes.whole, gradients, state * own
     # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
-    share = 1 / work.world if ddp.zero1 or (work.ddp and trainer.zero in (1, 2)) else 1
-    copies = 4 * sizes.held * share if ddp.zero1 and state else 0.0
+    share = 1 / work.world if work.zero1 or (work.ddp and trainer.zero in (1, 2)) else 1
+    copies = 4 * sizes.held * share if work.zero1 and state else 0.0
     return each * sizes.held + copies, gradients, state * sizes.held * share
 
 
 def _cheap(work: Work, layer: int) -> float:
     """Numbers that a block need not keep: what norms, activations and latent queries and keys made."""
-    config, tp = work.config, work.fsdp.tp
+    config, tp = work.config, work.parallelism.tp
     d, tokens = config.hidden_size / _input_shards(work), work.gathered_tokens
     spec, e = config.layers[layer], config.experts_of(layer)
     numbers = 0.0 if spec.mixer is None else d * tokens
@@ -255,15 +257,15 @@ class _Sizes:
     """Numbers of parameters of a rank, and bytes that follow from them and the step."""
 
     def __init__(self, work: Work, pp_rank: int = 0):
-        config, fsdp = work.config, work.fsdp
+        config, parallel = work.config, work.parallelism
         self.width, self.layers = work.matmul_bytes, work.layers_of(pp_rank)
         self.vocabulary = config.padded_vocab_size * config.hidden_size
         self.held = 0.0
         numbers = dict.fromkeys((-1, *self.layers), 0.0)
-        whole = 1 if work.keeps_shards else fsdp.tp  # others have embedding and head whole
-        self.vocabulary *= whole / fsdp.tp
+        whole = 1 if work.keeps_shards else parallel.tp  # others have embedding and head whole
+        self.vocabulary *= whole / parallel.tp
         # Shards and gathers come padded to a multiple of the ranks.
-        for part in rank_matrices(config, fsdp, pp_rank):
+        for part in rank_matrices(config, parallel, pp_rank):
             size = padded_size(work, part)
             self.held += size / part.mesh
             numbers[part.unit] += size * (whole if part.unit < 0 else 1)
@@ -271,22 +273,18 @@ class _Sizes:
         self.root = numbers.pop(-1)
         self.block, self.blocks_here = max(numbers.values()), sum(numbers.values())
         self.copies = self.block_copies = self.root_gathered = self.gathered_blocks = 0.0
-        kept = fsdp and work.trainer.zero < 3  # weights, as they are computed with
-        if not kept and (fsdp.shards > 1 or fsdp.divided):
+        kept = work.fsdp and work.trainer.zero < 3  # weights, as they are computed with
+        if not kept and (parallel.shards > 1 or parallel.divided):
             self.root_gathered = self.width * self.root
-            ahead = 2 * self.block if fsdp.reshard else self.blocks_here
-            width = 1 if work.fp8.all_gather else self.width
+            reshard = work.fsdp and work.fsdp.reshard
+            ahead = 2 * self.block if reshard else self.blocks_here
+            width = 1 if work.fp8 and work.fp8.all_gather else self.width
             self.gathered_blocks = width * ahead
-        elif (
-            not kept
-            and work.amp != "off"
-            and work.weight_bytes == 4
-            and (not work.lora or work.lora.base_bytes == 4)
-        ):
+        elif not kept and work.casts_weights:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
         width = config.hidden_size if work.trains and not work.lora else 0
-        words, tokens = -(-config.padded_vocab_size // fsdp.tp), work.gathered_tokens
+        words, tokens = -(-config.padded_vocab_size // parallel.tp), work.gathered_tokens
         rows = chunk_rows(tokens, words, width, work.chunk_elements)
         self.rows = tokens if work.trainer.loss != "chunks" else rows
 
@@ -299,16 +297,16 @@ def _low_precision_copies(work: Work) -> float:
     """
     own = work.compiled or bool(work.fp8) or work.linear == "te"
     blocks, copies = enumerate(work.block_parameters), 0.0
-    if not (work.fp8 and work.fp8.backend == "torchao") and (work.trains or not own):
+    if work.fp8_backend != "torchao" and (work.trains or not own):
         copies = 2.0 * sum(n for i, n in blocks if not own or i not in work.recompute.blocks)
-    if work.fp8.backend == "te" and not work.trains:  # for the next micro batch
+    if work.fp8_backend == "te" and not work.trains:  # for the next micro batch
         copies += (work.batch.grad_acc_steps > 1) * sum(work.block_parameters)
     return copies
 
 
 def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     """Bytes of the chunked loss: its temporary buffers, and the gradients it leaves behind."""
-    w, V = sizes.width, -(-work.config.padded_vocab_size // work.fsdp.tp)
+    w, V = sizes.width, -(-work.config.padded_vocab_size // work.parallelism.tp)
     chunk = sizes.rows * V
     # Compiled: logits and their gradient. Eager: fp32 logits; their gradient takes the same memory.
     logits = chunk * (2 * w if work.compiled else 4 if w == 4 else 4 + w)
@@ -322,7 +320,7 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     if not work.trains:
         return logits + copy, 0.0
     hidden = w * work.gathered_tokens * work.config.hidden_size
-    if work.fsdp.tp > 1:  # the hidden states of all tokens
+    if work.parallelism.tp > 1:  # the hidden states of all tokens
         logits += hidden
     if work.lora:
         return logits + copy, hidden
@@ -365,7 +363,7 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
 
 def _input_shards(work: Work) -> int:
     """How many ranks share the kept input of a layer that tp divides."""
-    return work.fsdp.tp if work.keeps_shards else 1
+    return work.parallelism.tp if work.keeps_shards else 1
 
 
 def _keeps_inputs(work: Work) -> bool:
@@ -379,7 +377,7 @@ def states_kept(work: Work) -> tuple[float, float]:
     C positions a chunk, N x P numbers of a state, for each of H heads: copies of the convolution's input
     and its sum; matrices of C x C pairs; queries and keys for every head; what enters and leaves norms.
     """
-    config, tp, tokens = work.config, work.fsdp.tp, work.gathered_tokens
+    config, tp, tokens = work.config, work.parallelism.tp, work.gathered_tokens
     r = present(config.recurrent)
     key, value = r.groups * r.state / tp, r.heads * r.head_dim / tp
     heads, chunk = r.heads / tp, min(r.chunk, work.batch.seq_len)
@@ -404,13 +402,13 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     The input of its first layer, as all tp ranks have it; q, k, v and their rotated copies; output and
     log-sum-exp. Exchanges between cp ranks leave what came, not what was sent.
     """
-    config, fsdp, te = work.config, work.fsdp, work.fp8.backend == "te"
+    config, parallel, te = work.config, work.parallelism, work.fp8_backend == "te"
     mixer = config.layers[layer].mixer
     if mixer is None:
         return 0.0, 0.0
     if mixer == "recurrent":
         return states_kept(work)
-    tp, cp, d = fsdp.tp, fsdp.cp, config.hidden_size
+    tp, cp, d = parallel.tp, parallel.cp, config.hidden_size
     heads, a, kv = config.num_attention_heads / tp, config.query_size / tp, work.kv_size
     values = heads * config.value_dim
     # Log-sum-exp; inputs of one byte each in FP8.
@@ -442,7 +440,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
         numbers += fused + (a + kv if rotated and not work.trainer.modules else 0) + a
     else:
         numbers += (fused if config.qk_norm else 0) + a + a
-        numbers += fused if fsdp.ulysses else 2 * kv * cp
+        numbers += fused if parallel.ulysses else 2 * kv * cp
     if te:
         other += a
     if config.output_gate:  # gates, their sigmoids, and the product
@@ -455,32 +453,32 @@ def _blocks_kept(work: Work) -> float:
 
     Probabilities, and copies of q, k and v, the latter two once for each head.
     """
-    if work.attention != "blocks":
+    if work.attention.causal != "blocks":
         return 0.0
     config, T = work.config, work.batch.seq_len
     n = math.ceil(T / max(256 // work.matmul_bytes, T // 8))
     sizes = 2 * config.query_size + config.num_attention_heads * config.value_dim
-    return (config.num_attention_heads * T * (n + 1) / (2 * n) + sizes) / work.fsdp.tp
+    return (config.num_attention_heads * T * (n + 1) / (2 * n) + sizes) / work.parallelism.tp
 
 
 def _pairs_kept(work: Work) -> float:
     """Bytes of probabilities in fp32 that PyTorch's attention without a fused kernel keeps."""
-    if work.attention != "math":
+    if work.attention.causal != "math":
         return 0.0
     heads = work.config.num_attention_heads
-    return 4 * heads / work.fsdp.tp * work.batch.seq_len * work.gathered_tokens
+    return 4 * heads / work.parallelism.tp * work.batch.seq_len * work.gathered_tokens
 
 
 def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
     """The same of a block's MLP, or of its experts: their rows come from any rank."""
-    config, fp8, tp = work.config, work.fp8, work.fsdp.tp
+    config, fp8, tp = work.config, work.fp8, work.parallelism.tp
     d, e = config.hidden_size, config.experts_of(layer)
     if config.layers[layer].mlp is None:
         return 0.0, 0.0
     if e is None:
         f = config.intermediate_size / tp
         numbers, other = (2 * f if config.gated_mlp else f), 0.0
-        if fp8.backend == "te":
+        if fp8 and fp8.backend == "te":
             inputs = d / _input_shards(work)
             twice = fp8.recipe in ("blockwise", "mxfp8") and not work.trainer.modules
             other += inputs + inputs + f * (1 + twice)
@@ -488,7 +486,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
             numbers += d / _input_shards(work) + f
             if config.gated_mlp and not work.compiled and work.linear != "te":
                 numbers += f  # the activation's output before the product
-        elif fp8.all_gather:
+        elif fp8 and fp8.all_gather:
             numbers += f
         return numbers * work.gathered_tokens, other * work.gathered_tokens
     f, rows = e.size, work.expert_rows
@@ -516,14 +514,14 @@ def _passing_activations(work: Work, layer: int) -> float:
 
     They include the block's input, the MLP's input and the norm's output: their callers hold them.
     """
-    config, tp = work.config, work.fsdp.tp
+    config, tp = work.config, work.parallelism.tp
     f, a, kv = config.intermediate_size / tp, config.query_size / tp, work.kv_size
     tokens, experts = work.gathered_tokens, config.experts_of(layer)
     if experts is not None:
         tokens, f = work.expert_rows, experts.size
     # Compiled, the activation and the product with it are one kernel.
     mlp = (3 if work.compiled else 4) * f if config.gated_mlp else 2 * f
-    if work.fp8 and work.fp8.backend == "torchao" and not work.compiled:
+    if work.fp8_backend == "torchao" and not work.compiled:
         mlp = (3 if config.gated_mlp else 2) * f + 4 * f  # to FP8 by way of two fp32 copies
     more = 0.0
     if experts is not None:
@@ -536,7 +534,7 @@ def _passing_activations(work: Work, layer: int) -> float:
 
 def _sums_passing(work: Work) -> float:
     """Bytes of tokens that came from other ranks for experts, and of their sums in fp32."""
-    if work.fsdp.ep == 1 or work.trainer is not OUR_TRAINER:
+    if work.parallelism.ep == 1 or work.trainer is not OUR_TRAINER:
         return 0.0
     size = present(work.config.experts).latent or work.config.hidden_size
     return work.own_tokens * tokens_sent(work) * size * (work.matmul_bytes + 4)
@@ -556,7 +554,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
         elif work.recompute.policy == "block":
             total += times * w * work.own_tokens * d
         else:
-            tp = work.fsdp.tp
+            tp = work.parallelism.tp
             a, kv = config.query_size / tp, work.kv_size
             part = 1.0 if work.recompute.policy == "op" else 0.5
             outputs = part * (1 if work.compiled else 2) * d  # compiled, not the last matmul's
@@ -590,10 +588,10 @@ def _backward_buffers(work: Work, layer: int) -> float:
     experts = config.experts_of(layer)
     if experts is not None:
         rows = work.expert_rows
-        passing = (2 + (work.fsdp.ep > 1)) * (experts.latent or config.hidden_size)
+        passing = (2 + (work.parallelism.ep > 1)) * (experts.latent or config.hidden_size)
         numbers = rows * (wide * experts.size + passing)
         return work.matmul_bytes * numbers + _sums_passing(work)
-    tp = work.fsdp.tp
+    tp = work.parallelism.tp
     again = config.hidden_size * (_input_shards(work) > 1)  # inputs, gathered again
     mlp = work.gathered_tokens * (wide * config.intermediate_size / tp + again)
     return max(work.matmul_bytes * mlp, _pairs_kept(work))

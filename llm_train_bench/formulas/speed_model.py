@@ -33,8 +33,7 @@ from llm_train_bench.formulas.flops import (
 )
 from llm_train_bench.formulas.memory_model import offloaded_bytes, states_kept
 from llm_train_bench.formulas.step_events import Around, Pieces, step_seconds
-from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
-from llm_train_bench.model.shapes import present
+from llm_train_bench.formulas.work import PASS_FORWARDS, Fp8Work, Work, alike
 from llm_train_bench.model.weights import Weight, sharded_dimension
 
 
@@ -56,14 +55,14 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
 
     Each group of a pipeline has the seconds of its pieces; step_events.py lays them out.
     """
-    groups = [group_pieces(work, gpu, group) for group in range(work.fsdp.pp)]
+    groups = [group_pieces(work, gpu, group) for group in range(work.parallelism.pp)]
     pieces = [piece for piece, _ in groups]
     laid = step_seconds(work, pieces, surroundings(work, gpu), gpu.platform == "cpu")
     micro_steps, slowest = work.batch.grad_acc_steps, slowest_node(work, gpu)
-    pace = max(range(work.fsdp.pp), key=lambda group: pieces[group].computing)
+    pace = max(range(work.parallelism.pp), key=lambda group: pieces[group].computing)
     idle = laid.seconds - micro_steps * pieces[pace].computing - pieces[pace].optimizer
     idle = idle if idle > 1e-12 else 0.0  # below a picosecond it is rounding
-    exposed = min(idle, laid.exposed) if work.fsdp.pp > 1 else idle
+    exposed = min(idle, laid.exposed) if work.parallelism.pp > 1 else idle
     hidden = laid.network - exposed
     parts = {name: micro_steps * seconds for name, seconds in groups[pace][1].items()}
     parts |= {
@@ -81,9 +80,9 @@ def least_time(work: Work, gpu: Hardware) -> float:
 
     The bubble of a pipeline is (p - 1) / v micro batches (Narayanan et al. 2021, section 2.2).
     """
-    fsdp = work.fsdp
-    piece, _ = group_pieces(work, gpu, fsdp.group_of(fsdp.stages - 1))
-    bubble = (fsdp.pp - 1) / fsdp.virtual * (piece.computing - piece.head)
+    parallel = work.parallelism
+    piece, _ = group_pieces(work, gpu, parallel.group_of(parallel.stages - 1))
+    bubble = (parallel.pp - 1) / parallel.virtual * (piece.computing - piece.head)
     computing = work.batch.grad_acc_steps * piece.computing + bubble
     return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
 
@@ -123,7 +122,7 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
     units, after = {}, 0.0
     if work.fsdp:
         units = unit_times(work, gpu, pp_rank)
-    elif work.ddp.zero1 and work.pass_type == "step":
+    elif work.zero1 and work.pass_type == "step":
         size = ddp_bytes(_learnt(work), work).get("all_gather", 0)
         after = collective_time("all_gather", size, work.world, gpu.per_node, gpu)
     pieces = Pieces(
@@ -153,7 +152,7 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
     routing: float = c.kernels_routing
     if modules and config.experts:
         routing = c.kernels_modules * ("graphs" not in work.trainer.layers)
-        routing += c.kernels_expert * config.experts.number / work.fsdp.ep
+        routing += c.kernels_expert * config.experts.number / work.parallelism.ep
     each = c.launch_s
     if not c.serial_host and (modules or not work.compiled):
         each = c.launch_eager_s
@@ -174,10 +173,10 @@ def _learnt(work: Work) -> list[Weight]:
 
 def surroundings(work: Work, gpu: Hardware) -> Around:
     """DDP's buckets, or what a pipeline's sends take."""
-    if work.fsdp.pp > 1:
+    if work.parallelism.pp > 1:
         return Around(send_s=send_time(work, gpu))
     size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
-    if not size:
+    if not work.ddp or not size:
         return Around()
     bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), work.block_parameters
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
@@ -195,7 +194,7 @@ def _moves(work: Work, time: "PartTime", moves: dict[str, float]) -> float:
     behind = {"tp": time.matmuls, "cp": time.attention, "ep": sum(time), "beside": time.matmuls / 3}
     shown = 0.0
     for name, seconds in moves.items():
-        first = seconds / work.fsdp.tp if name == "tp" else 0.0
+        first = seconds / work.parallelism.tp if name == "tp" else 0.0
         rest = max(0.0, seconds - first - behind[name])
         shown += first + rest if name in ("beside", *work.trainer.exchanges) else seconds
     return shown
@@ -212,7 +211,7 @@ def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
     weight = work.weight_bytes
     each = 3 * weight + 2 * work.state_bytes
     each += 8 * (work.trainer.weights == "master")
-    share = 1 / work.world if work.ddp.zero1 else 1
+    share = 1 / work.world if work.zero1 else 1
     return (each * share + 3 * weight) * numbers / gpu.memory_rate + _muon_time(work, gpu)
 
 
@@ -227,7 +226,7 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
             number = weight.shape[0] if weight.of_experts else 1
             flops += len(same) * number * muon_flops(rows, columns)
     rate = _bf16_tflops(gpu) * 1e12 * c.level * c.sustained
-    ranks = work.fsdp.shards if work.fsdp else 1
+    ranks = work.parallelism.shards if work.fsdp else 1
     size = 2 * muon_numbers(work, 0) if ranks > 1 else 0.0
     moving = 2 * collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
     return flops / ranks / rate + moving
@@ -264,7 +263,7 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
     part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0, "cheap": 0.0}[policy]
     own = [weight for weight in work.lora.weights if weight.layer == layer] if work.lora else ()
     adapters = sum(
-        matmul_time(work, work.gathered_tokens, rows, width, False, gpu)
+        matmul_time(work, work.gathered_tokens, rows, width, None, gpu)
         for rows, width in (weight.shape for weight in own)
     )
     gradients = 1 if work.lora else 2  # of inputs, and of weights
@@ -278,7 +277,7 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
 def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     """Seconds of the head's matmuls, and of the loss over its logits, both passes of a micro batch."""
     rows = work.config.padded_vocab_size
-    one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, False, gpu)
+    one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, None, gpu)
     eager = 26 if work.matmul_bytes == 2 else 32  # bytes a logit of the loss and its gradient
     loss = work.own_tokens * rows * (8 if work.compiled else eager)
     passes = PASS_FORWARDS[work.pass_type] - bool(work.lora and work.trains)
@@ -287,17 +286,16 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
 
 def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float]:
     """Seconds of casts and copies of weights and gradients in a micro batch; parameters learnt here."""
-    fsdp, moved = work.fsdp, 0.0
-    parts = rank_matrices(work.config, fsdp, pp_rank)
+    fsdp, parallel, moved = work.fsdp, work.parallelism, 0.0
+    parts = rank_matrices(work.config, parallel, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
-    whole = work.weight_bytes == 4 and (work.lora is None or work.lora.base_bytes == 4)
-    if not fsdp and work.amp != "off" and whole:
+    if not fsdp and work.casts_weights:
         moved += 6 * n  # autocast casts every weight in every forward pass
-    if fsdp.shards > 1:
+    if parallel.shards > 1:
         # What a gather brought is copied to where the block's weights lie: read and written.
         # What is not sharded by its first dimension is put in order besides, and its gradient too.
-        once = fsdp.pp > 1 or work.trainer.zero < 3
-        gathers = 2 if work.trains and fsdp.reshard and not once else 1
+        once = parallel.pp > 1 or work.trainer.zero < 3
+        gathers = 2 if work.trains and fsdp and fsdp.reshard and not once else 1
         twice = sum(math.prod(p.shape) for p in parts if sharded_dimension(p.shape, p.mesh))
         copied = gathers * n + (gathers + work.trains) * twice
         moved += 2 * work.matmul_bytes * copied / (work.batch.grad_acc_steps if once else 1)
@@ -308,18 +306,20 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
     if work.trainer.zero == 0:
         held = n
     elif work.trainer.zero < 3:
-        held /= fsdp.replicas if fsdp else work.world
+        held /= parallel.dp_replicate
     if work.lora:  # adapters are learnt
-        held = work.lora.numbers(work.layers_of(pp_rank)) / fsdp.shards
+        held = work.lora.numbers(work.layers_of(pp_rank)) / parallel.shards
     return moved / gpu.memory_rate, held
 
 
-def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware) -> float:
+def matmul_time(
+    work: Work, m: float, n: float, k: float, fp8: Fp8Work | None, gpu: Hardware
+) -> float:
     """Seconds of one (m, k) x (k, n) matmul, and of casting its inputs to FP8."""
     c, width = gpu.constants, work.matmul_bytes
     if fp8:
-        peak = gpu.fp4_tflops if work.fp8.recipe == "nvfp4" else gpu.fp8_tflops
-        measured = gpu.measured_fp8_tflops if work.fp8.recipe != "nvfp4" else None
+        peak = gpu.fp4_tflops if fp8.recipe == "nvfp4" else gpu.fp8_tflops
+        measured = gpu.measured_fp8_tflops if fp8.recipe != "nvfp4" else None
         rate = measured or (peak or gpu.bf16_tflops) * c.fp8_of_peak
     elif work.amp == "off" and not work.tf32:
         rate = gpu.fp32_tflops * c.fp32_of_peak
@@ -339,7 +339,7 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
     elif fp8:
         # Both inputs are read for their scale, then read and written in 8 bits. Rowwise scaling
         # does so twice: the backward needs them scaled along the other side.
-        passes = 2 if work.fp8.recipe.startswith("rowwise") else 1
+        passes = 2 if fp8.recipe.startswith("rowwise") else 1
         seconds += passes * (m * k + k * n) * (2 + 2 + 1) / gpu.memory_rate
     return seconds
 
@@ -356,17 +356,17 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
     for weight in work.config.matrices(layer):
         converted = weight.module in low or (every and not weight.stays_exact)
         if not weight.of_experts:
-            n, k = weight.shard(work.fsdp).sizes
+            n, k = weight.shard(work.parallelism).sizes
             # What every tp rank has whole sees its own tokens.
             tokens = work.own_tokens if weight.split is None else work.gathered_tokens
-            one = matmul_time(work, tokens, n, k, converted, gpu)
+            one = matmul_time(work, tokens, n, k, work.fp8 if converted else None, gpu)
             seconds, last = seconds + one, one if weight.module == "mlp.down" else last
             continue
         # Each rank gets as many rows as it sends; an expert's last tile is filled up.
         rows = work.expert_rows
-        number, n, k = weight.shard(work.fsdp).sizes
+        number, n, k = weight.shard(work.parallelism).sizes
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
-        whole = matmul_time(work, rows * filled, n, k, converted, gpu)
+        whole = matmul_time(work, rows * filled, n, k, work.fp8 if converted else None, gpu)
         weights = number * n * k * (1 if converted else work.matmul_bytes) / gpu.memory_rate
         seconds += max(whole, weights)
     return seconds, last
@@ -379,14 +379,17 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     if spec.mixer is None:
         return 0.0, 0.0
     if spec.mixer == "recurrent":
-        each = recurrent_flops_per_token(config, work.batch.lengths, causal=False) / work.fsdp.tp
+        each = (
+            recurrent_flops_per_token(config, work.batch.lengths, causal=False)
+            / work.parallelism.tp
+        )
         seconds = work.gathered_tokens * each / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
         return seconds, 2 * seconds
-    cudnn = c.cudnn_forward and amp != "off" and work.attention in ("auto", "cudnn")
+    cudnn = c.cudnn_forward and amp != "off" and work.attention.causal in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = spec.window
     keys = attended_keys(work.batch.lengths, window, causal=True)
-    tp = work.fsdp.tp
+    tp = work.parallelism.tp
     flops = work.gathered_tokens * attention_width(config) * keys / tp
     if cudnn and not work.batch.documents and (window is None or window >= work.batch.seq_len):
         parts = c.cudnn_forward, c.cudnn_backward
@@ -401,7 +404,7 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
 def block_bytes(work: Work, layer: int) -> float:
     """Bytes that a block's forward moves outside of matmuls and attention."""
     config, w = work.config, work.matmul_bytes
-    spec, e, tp = config.layers[layer], config.experts_of(layer), work.fsdp.tp
+    spec, e, tp = config.layers[layer], config.experts_of(layer), work.parallelism.tp
     d, f = config.hidden_size, config.intermediate_size / tp
     a, kv = config.query_size / tp, work.kv_size
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
@@ -415,7 +418,7 @@ def block_bytes(work: Work, layer: int) -> float:
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
     if spec.mixer is None:
         heads = 0
-    if work.attention == "math":  # scores, softmax, and their sums, read and written
+    if work.attention.causal == "math":  # scores, softmax, and their sums, read and written
         heads += 6 * config.num_attention_heads / tp * work.batch.seq_len
     elements = norms * work.own_tokens + heads * work.gathered_tokens
     if spec.mixer == "recurrent":  # what is kept is written, and read by what comes next
@@ -428,7 +431,7 @@ def block_bytes(work: Work, layer: int) -> float:
         return w * elements
     rows = work.expert_rows
     # Rows are put in order and back, sent and received likewise, weighed and added up.
-    moves = 4 + 3 + (4 if work.fsdp.ep > 1 else 0)
+    moves = 4 + 3 + (4 if work.parallelism.ep > 1 else 0)
     gated = gated if e.gated else 2
     elements += rows * (gated * e.size + moves * (e.latent or d))
     elements += gated * e.shared_size / tp * work.gathered_tokens

@@ -72,20 +72,20 @@ class Clock:
 def lay_out(work: Work, pieces: list[Pieces], around: Around, clock: Clock) -> Laid:
     """Put all events of a step on the clock."""
     exposed = 0.0
-    if work.fsdp.pp > 1:
+    if work.parallelism.pp > 1:
         end, exposed = _pipeline(work, pieces, clock, around.send_s)
     elif work.fsdp:
         end = _sharded(work, pieces[0], clock)
     else:
         end = _replicated(work, pieces[0], clock, around)
-    network = max(clock.busy[group, "network"] for group in range(work.fsdp.pp))
+    network = max(clock.busy[group, "network"] for group in range(work.parallelism.pp))
     return Laid(end, network, exposed)
 
 
 def step_seconds(work: Work, pieces: list[Pieces], around: Around, one_stream: bool) -> Laid:
     """The seconds of a step of any number of micro batches."""
-    number, pp = work.batch.grad_acc_steps, work.fsdp.pp
-    rounds = _round_of(work) if work.fsdp.virtual > 1 else pp
+    number, pp = work.batch.grad_acc_steps, work.parallelism.pp
+    rounds = _round_of(work) if work.parallelism.virtual > 1 else pp
     # A pipeline is in its stride once all groups have work, two rounds on.
     most = (2 if pp == 1 else 3) * rounds + number % rounds
     if number <= most + rounds:
@@ -111,11 +111,11 @@ def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
     whole = trainer.zero < 3
     passes = [("forward", layers, pieces.forward, True)]
     if work.trains:
-        reshard = work.fsdp.reshard and not whole
+        reshard = bool(work.fsdp and work.fsdp.reshard) and not whole
         passes.append(("backward", layers[::-1], pieces.backward, reshard))
     n_micro = work.batch.grad_acc_steps
     for micro in range(n_micro):
-        reduces = micro + 1 == n_micro or not (work.fsdp.reduce_last or trainer.zero < 2)
+        reduces = micro + 1 == n_micro or not (work.reduce_last or trainer.zero < 2)
         fetches = micro == 0 or not whole
         ready = clock.run(0, "network", fetches * units[-1][0], end)  # all but blocks
         for name, order, seconds, again in passes:
@@ -161,12 +161,12 @@ def _replicated(work: Work, pieces: Pieces, clock: Clock, around: Around) -> flo
 def _round_of(work: Work) -> int:
     """Micro batches that a virtual stage takes before the next stage's turn."""
     n_micro = work.batch.grad_acc_steps
-    return n_micro // max(1, n_micro // work.fsdp.pp)
+    return n_micro // max(1, n_micro // work.parallelism.pp)
 
 
 def _order(work: Work, group: int) -> Iterator[tuple[bool, int, int]]:
     """A group's (backward, stage, micro batch) in turn: as PyTorch's schedules have them."""
-    pp, v, m = work.fsdp.pp, work.fsdp.virtual, work.batch.grad_acc_steps
+    pp, v, m = work.parallelism.pp, work.parallelism.virtual, work.batch.grad_acc_steps
     round_of = _round_of(work)
 
     def at(k: int, back: bool) -> tuple[bool, int, int]:
@@ -190,12 +190,12 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
 
     Returns the step's end, and the seconds before the first and after the last pass.
     """
-    fsdp, pp, stages = work.fsdp, work.fsdp.pp, work.fsdp.stages
+    parallel, pp, stages = work.parallelism, work.parallelism.pp, work.parallelism.stages
     orders = [list(_order(work, group)) for group in range(pp)]
     gathered = [0.0] * stages
     seconds: list[tuple[float, float]] = []
     for stage in range(stages):
-        group, layers = fsdp.group_of(stage), work.stage_layers(stage)
+        group, layers = parallel.group_of(stage), work.stage_layers(stage)
         piece = pieces[group]
         if stage < pp:
             clock.run(group, "network", piece.units[-1][0])  # gather all but blocks
@@ -225,7 +225,7 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
     end, last = 0.0, max(clock.free[group, "compute"] for group in range(pp))
     for group, piece in enumerate(pieces):
         done = clock.free[group, "compute"]
-        for stage in reversed(fsdp.stages_of(group)) if work.trains else ():
+        for stage in reversed(parallel.stages_of(group)) if work.trains else ():
             for layer in reversed(work.stage_layers(stage)):
                 reduced = clock.run(group, "network", piece.units[layer][1], reducible[stage])
                 done = max(done, reduced)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from llm_train_bench.model.attention_kernel import USUAL_KERNEL, AttentionKernel
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import present
@@ -66,9 +67,6 @@ class Fp8Work:
     layers: tuple[str, ...] = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.up", "mlp.down")
     high_precision: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
-    def __bool__(self) -> bool:
-        return bool(self.backend)
-
 
 @dataclasses.dataclass(frozen=True)
 class Ddp:
@@ -81,53 +79,57 @@ class Ddp:
     bucket_cap_mb: float = 25.0
     reduce_dtype: str = "fp32"
     zero1: bool = False
-    used: bool = True
-
-    def __bool__(self) -> bool:
-        return self.used
-
-    @property
-    def reduce_bytes(self) -> int:
-        """Bytes of a reduced gradient's number."""
-        return 2 if self.reduce_dtype == "bf16" else 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Fsdp:
-    """FSDP: `replicas` of the model, each on `shards` ranks; tp x cp share a batch, ep experts."""
+class FsdpOptions:
+    """How FSDP gathers weights and reduces gradients."""
 
-    shards: int
-    replicas: int = 1
     reshard: bool = True
+    """Whether gathered blocks are freed after forward, and gathered again in backward."""
     reduce_dtype: str = "fp32"
     cpu_offload: bool = False
     reduce_last: bool = False
     """Whether gradients are reduced after the last micro batch alone, and are whole until then."""
-    tp: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallelism:
+    """How many ranks share out what, in torchtitan's words; all are 1 on one device.
+
+    World = dp_replicate x dp_shard x cp x tp x pp. FSDP shards over dp_shard x cp ranks. The ep ranks are
+    among all dp_shard x cp x tp of a replica.
+    """
+
+    dp_replicate: int = 1
+    """Replicas of the model: of DDP all ranks, of HSDP those of the sharded model."""
+    dp_shard: int = 1
     cp: int = 1
+    tp: int = 1
     ep: int = 1
-    ulysses: bool = True
-    """Whether cp ranks exchange heads for tokens; otherwise they gather keys and values."""
     pp: int = 1
-    """Groups of ranks between which the layers are cut; `shards` and `replicas` are of one group."""
+    """Groups of ranks between which the layers are cut."""
     virtual: int = 1
     """Stages of the pipeline that each of these groups has."""
     layers: tuple[int, ...] = ()
     """Blocks of each stage; empty for as equal numbers as can be."""
-    used: bool = True
+    ulysses: bool = True
+    """Whether cp ranks exchange heads for tokens; otherwise they gather keys and values."""
 
-    def __bool__(self) -> bool:
-        return self.used
+    @property
+    def shards(self) -> int:
+        """Ranks of one replica, in one group of a pipeline."""
+        return self.dp_shard * self.cp * self.tp
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that have the same layers: all, without a pipeline."""
+        return self.dp_replicate * self.shards
 
     @property
     def divided(self) -> bool:
         """Whether ranks share a batch, the experts or the layers."""
         return self.tp * self.cp * self.ep * self.pp > 1
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that have the same layers: all, without a pipeline."""
-        return self.shards * self.replicas
 
     @property
     def stages(self) -> int:
@@ -152,19 +154,6 @@ class Fsdp:
     def layers_of(self, n: int, pp_rank: int) -> list[int]:
         """The blocks, of `n`, of one of the groups of ranks between which a pipeline cuts the layers."""
         return [i for stage in self.stages_of(pp_rank) for i in self.stage_layers(n, stage)]
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """The dimensions of the process grid, the outermost first."""
-        return {"dp_replicate": self.replicas, "dp_shard": self.shards}
-
-    @property
-    def reduce_bytes(self) -> int:
-        """Bytes of a reduced gradient's number."""
-        return 2 if self.reduce_dtype == "bf16" else 4
-
-
-NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
 
 
 @functools.lru_cache(maxsize=64)
@@ -244,18 +233,14 @@ OUR_TRAINER = Trainer()
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One optimizer step. At most one of `ddp` and `fsdp` is used; without both one device works.
-
-    What is not used is false: `fsdp` then describes one shard, and `fp8` has no backend.
-    """
+    """One optimizer step. At most one of `ddp` and `fsdp` is used; without both one device works."""
 
     config: ModelConfig
     batch: Batch
-    world: int
+    parallelism: Parallelism
     pass_type: str
     amp: str
     tf32: bool
-    attention: str
     compile_mode: str | None  # None: eager
     cuda_graphs: bool
     recompute: Recompute
@@ -264,6 +249,7 @@ class Work:
     """Whether experts are dealt out in turn in place of chosen."""
     chunk_elements: int = CHUNK_ELEMENTS
     """The most logits that the loss makes at a time (model/chunks.py)."""
+    attention: AttentionKernel = USUAL_KERNEL
     linear: str | None = None
     """Of linear layers: te, plain, onednn, auto where the run is to choose, None without a choice."""
     offload: bool = False
@@ -271,10 +257,15 @@ class Work:
     lora: Lora | None = None
     bf16_weights: bool = False
     """Whether weights, gradients and the optimizer's moments are in bf16."""
-    fp8: Fp8Work = NO_FP8
-    ddp: Ddp = NO_DDP
-    fsdp: Fsdp = NO_FSDP
+    fp8: Fp8Work | None = None
+    ddp: Ddp | None = None
+    fsdp: FsdpOptions | None = None
     trainer: Trainer = OUR_TRAINER
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.parallelism.ranks * self.parallelism.pp
 
     @property
     def keeps_shards(self) -> bool:
@@ -310,7 +301,41 @@ class Work:
     @property
     def exact_casts(self) -> bool:
         """Whether compiled kernels must round as eager ones do: FP8 scaled by rows needs it."""
-        return self.fp8.recipe.startswith("rowwise")
+        return self.fp8 is not None and self.fp8.recipe.startswith("rowwise")
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """The library of FP8; None without FP8."""
+        return self.fp8.backend if self.fp8 else None
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast copies weights to a low precision: whole ones, which are in fp32."""
+        return (
+            self.amp != "off"
+            and self.weight_bytes == (self.lora.base_bytes if self.lora else 4) == 4
+        )
+
+    @property
+    def zero1(self) -> bool:
+        """Whether DDP's ranks share the optimizer's state."""
+        return self.ddp is not None and self.ddp.zero1
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether FSDP keeps parameters, gradients and the optimizer's state in the host's memory."""
+        return self.fsdp is not None and self.fsdp.cpu_offload
+
+    @property
+    def reduce_last(self) -> bool:
+        """Whether FSDP reduces gradients after the last micro batch alone."""
+        return self.fsdp is not None and self.fsdp.reduce_last
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a reduced gradient's number."""
+        options = self.fsdp or self.ddp
+        return 2 if options and options.reduce_dtype == "bf16" else 4
 
     @property
     def weight_bytes(self) -> int:
@@ -336,7 +361,7 @@ class Work:
     @property
     def by_tokens(self) -> bool:
         """Whether cp ranks gather keys and values."""
-        return self.fsdp.cp > 1 and not self.fsdp.ulysses
+        return self.parallelism.cp > 1 and not self.parallelism.ulysses
 
     @property
     def masked(self) -> bool:
@@ -351,7 +376,7 @@ class Work:
     @property
     def kv_heads(self) -> int:
         """Key/value heads of a rank."""
-        return self.config.num_key_value_heads // self.fsdp.tp
+        return self.config.num_key_value_heads // self.parallelism.tp
 
     @property
     def kv_size(self) -> int:
@@ -361,7 +386,7 @@ class Work:
     @property
     def own_tokens(self) -> int:
         """Tokens of a micro batch in this rank's part of the residual stream."""
-        return self.gathered_tokens // self.fsdp.tp
+        return self.gathered_tokens // self.parallelism.tp
 
     @property
     def expert_rows(self) -> int:
@@ -371,15 +396,15 @@ class Work:
     @property
     def gathered_tokens(self) -> int:
         """Those of all ranks that share heads: what attention's and the MLP's first layers see."""
-        return self.batch.micro_tokens // self.fsdp.cp
+        return self.batch.micro_tokens // self.parallelism.cp
 
     def stage_layers(self, stage: int) -> range:
         """The blocks of a pipeline's stage."""
-        return self.fsdp.stage_layers(self.config.num_hidden_layers, stage)
+        return self.parallelism.stage_layers(self.config.num_hidden_layers, stage)
 
     def layers_of(self, pp_rank: int) -> list[int]:
         """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
-        return self.fsdp.layers_of(self.config.num_hidden_layers, pp_rank)
+        return self.parallelism.layers_of(self.config.num_hidden_layers, pp_rank)
 
     @property
     def block_parameters(self) -> list[int]:

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_of
-from llm_train_bench.formulas.work import Ddp
+from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.layout import Layout
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.flags import OptimizerFlags
@@ -76,18 +76,18 @@ class Zero1(torch.optim.Optimizer):
 
 
 def replica_optimizer(
-    model: Transformer, flags: OptimizerFlags | None, options: Ddp, device: torch.device
+    model: Transformer, flags: OptimizerFlags | None, work: Work, device: torch.device
 ) -> torch.optim.Optimizer | None:
     """A replica's optimizer: whole, or with --zero1 a share of it."""
-    if options.zero1 and flags is not None:
+    if work.zero1 and flags is not None:
         return Zero1(model, flags, device)
     return build_optimizer(model, flags)
 
 
-def apply_ddp(
-    model: Transformer, device: torch.device, grad_acc_steps: int, options: Ddp
-) -> DistributedDataParallel:
+def apply_ddp(model: Transformer, work: Work, device: torch.device) -> DistributedDataParallel:
     """Replicate a materialised model: gradients are averaged over all ranks during backward."""
+    options = work.ddp
+    assert options is not None
     ddp = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -95,7 +95,7 @@ def apply_ddp(
         gradient_as_bucket_view=True,
         bucket_cap_mb=options.bucket_cap_mb,
         # Without accumulation every step has the same graph; no_sync would break that promise.
-        static_graph=grad_acc_steps == 1,
+        static_graph=work.batch.grad_acc_steps == 1,
     )
     if options.reduce_dtype == "bf16" and next(model.parameters()).dtype == torch.float32:
         # Under its own name DDP refuses this hook on a CPU.

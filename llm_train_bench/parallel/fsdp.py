@@ -37,7 +37,8 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     root, which stays gathered from its forward to its backward. The mesh is `dense`; experts are apart
     where theirs is another one. A router that computes in fp32 is gathered apart in fp32.
     """
-    options = work.fsdp
+    options, parallel = work.fsdp, work.parallelism
+    assert options is not None
     fixed = {p for name, p in model.named_parameters() if name.endswith(".correction")}
     policy = MixedPrecisionPolicy(
         param_dtype=None if work.amp == "off" else AMP_DTYPES[work.amp],
@@ -60,7 +61,7 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     for layer, block in cast(dict[str, Any], model.blocks).items():
         apart = []
         experts = work.config.experts_of(int(layer))
-        if experts is not None and options.tp * options.ep > 1:
+        if experts is not None and parallel.tp * parallel.ep > 1:
             apart.append(shard(block.mlp.experts, mesh=meshes["experts"]))
         if experts is not None and experts.exact_router:
             apart.append(shard(block.mlp.router, mesh=meshes["dense"], mp_policy=exact))
@@ -71,7 +72,7 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     for earlier, later in itertools.pairwise(units):
         earlier[0].set_modules_to_forward_prefetch(later)
         later[0].set_modules_to_backward_prefetch(earlier)
-    if options.divided:  # gradients are summed: each rank's loss is divided by all ranks
+    if parallel.divided:  # gradients are summed: each rank's loss is divided by all ranks
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -107,7 +108,7 @@ def no_sync(model: nn.Module, work: Work) -> Callable[[], contextlib.AbstractCon
         yield
         cast(FSDPModule, model).set_requires_gradient_sync(True)
 
-    return unreduced if work.fsdp.reduce_last else contextlib.nullcontext
+    return unreduced if work.reduce_last else contextlib.nullcontext
 
 
 @torch.no_grad()

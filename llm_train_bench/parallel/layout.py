@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from llm_train_bench.formulas.work import Fsdp
+from llm_train_bench.formulas.work import Parallelism
 from llm_train_bench.model.layers import autocast_dtype
 from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, count_rows
 from llm_train_bench.model.products import PLAIN, LinearProduct, products_of
@@ -108,10 +108,15 @@ class RankLayout(ReplicaLayout):
     are outermost. ep spans neighbours too, over tp, cp and data.
     """
 
-    def __init__(self, fsdp: Fsdp, rank: int):
-        self.fsdp, self.ulysses = fsdp, fsdp.ulysses
-        self.tp, self.cp, self.ep, self.pp = fsdp.tp, fsdp.cp, fsdp.ep, fsdp.pp
-        self.pp_rank, self.stage_rank = divmod(rank, fsdp.ranks)
+    def __init__(self, parallelism: Parallelism, rank: int):
+        self.parallelism, self.ulysses = parallelism, parallelism.ulysses
+        self.tp, self.cp, self.ep, self.pp = (
+            parallelism.tp,
+            parallelism.cp,
+            parallelism.ep,
+            parallelism.pp,
+        )
+        self.pp_rank, self.stage_rank = divmod(rank, parallelism.ranks)
         self.tp_rank, self.cp_rank = rank % self.tp, rank // self.tp % self.cp
         self.ep_rank = self.stage_rank % self.ep
         self.data_rank = self.stage_rank // (self.tp * self.cp)
@@ -125,15 +130,15 @@ class RankLayout(ReplicaLayout):
         `dense` has the ranks of one tp part, `experts` those of the same experts; with replicas each has
         them as its first dimension.
         """
-        replicas, pp = self.fsdp.replicas, self.pp
+        replicas, pp = self.parallelism.dp_replicate, self.pp
         dims = ("replicate", "shard") if replicas > 1 else ("shard",)
-        if not self.fsdp.divided:
-            sizes = (replicas, self.fsdp.shards)[-len(dims) :]
+        if not self.parallelism.divided:
+            sizes = (replicas, self.parallelism.shards)[-len(dims) :]
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=dims)
             set_timeouts(mesh, device, timeout_s)
             self.owners = mesh.get_group(mesh.ndim - 1)
             return {"dense": mesh, "experts": mesh}
-        ranks = torch.arange(pp * self.fsdp.ranks)
+        ranks = torch.arange(pp * self.parallelism.ranks)
 
         def by(n: int) -> torch.Tensor:  # of n neighbours each has another part
             return ranks.view(pp, replicas, -1, n).permute(0, 3, 1, 2)
@@ -145,7 +150,7 @@ class RankLayout(ReplicaLayout):
             "cp": (("tp", "cp"), ranks.view(-1, self.cp, self.tp).mT.reshape(-1, self.cp)),
             "same": (("pp", "same"), ranks.view(pp, -1)),
             "pp": (("same", "pp"), ranks.view(pp, -1).T),
-            "owners": (("replicate", "owners"), ranks.view(-1, self.fsdp.shards)),
+            "owners": (("replicate", "owners"), ranks.view(-1, self.parallelism.shards)),
         }
         meshes = {}
         for kind, (names, grid) in grids.items():
@@ -200,7 +205,7 @@ class RankLayout(ReplicaLayout):
         return theirs
 
     def gradients(self, model: HasWeights) -> "Gradients | None":
-        return Gradients(model, self) if self.fsdp.divided else None
+        return Gradients(model, self) if self.parallelism.divided else None
 
     def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
         if documents is None or self.cp == 1 or self.ulysses:
@@ -421,7 +426,7 @@ class Gradients:
         for weight, parameter in model.weights():
             if not parameter.requires_grad:
                 continue
-            ranks = layout.fsdp.replicas
+            ranks = layout.parallelism.dp_replicate
             if layout.tp > 1 and weight.split is None:
                 self.partial.append(parameter)
                 ranks *= layout.tp

@@ -19,12 +19,13 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model.layout import Documents, HasWeights
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.weights import Weight
 from llm_train_bench.parallel.layout import RankLayout
 
 
 def boundary(work: Work, device: torch.device) -> Tensor:
     """An empty residual stream (B, t, d), which one stage hands to the next."""
-    tokens = work.batch.seq_len // (work.fsdp.tp * work.fsdp.cp)
+    tokens = work.batch.seq_len // (work.parallelism.tp * work.parallelism.cp)
     sizes = work.batch.micro_batch, tokens, work.config.hidden_size
     return torch.empty(sizes, dtype=AMP_DTYPES[work.amp], device=device)
 
@@ -40,17 +41,19 @@ def reduce_in_last(stage: nn.Module, last: bool) -> None:
 class Pipeline(HasWeights):
     """The stages of one rank. Several lie pp apart: each group of ranks has some early."""
 
-    def __init__(self, work: Work, flex: bool, layout: RankLayout):
+    def __init__(self, work: Work, layout: RankLayout):
         super().__init__()
         self.config, self.work, self.layout, self.ranks = work.config, work, layout, layout
-        self.numbers = work.fsdp.stages_of(layout.pp_rank)
+        self.numbers = work.parallelism.stages_of(layout.pp_rank)
         self.stages = [
-            Transformer(work.config, work.batch.seq_len, flex, work.balanced, layout, layers)
+            Transformer(
+                work.config, work.batch.seq_len, work.attention, work.balanced, layout, layers
+            )
             for layers in map(work.stage_layers, self.numbers)
         ]
         self.registered = nn.ModuleList(self.stages)
 
-    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def weights(self) -> Iterator[tuple[Weight, nn.Parameter]]:
         for stage in self.stages:
             yield from stage.weights()
 
@@ -59,16 +62,16 @@ class Pipeline(HasWeights):
 
         The mean loss times pp on the ranks of the last stage, zero elsewhere: its mean is the loss.
         """
-        x, fsdp, group = tokens, self.work.fsdp, self.ranks.groups["pp"]
+        x, parallel, group = tokens, self.work.parallelism, self.ranks.groups["pp"]
         for number, stage in zip(self.numbers, self.stages, strict=True):
             if number:
                 x = boundary(self.work, tokens.device)
-                dist.recv(x, group=group, group_src=fsdp.group_of(number - 1))
+                dist.recv(x, group=group, group_src=parallel.group_of(number - 1))
             x = stage(x, labels, documents)
-            if number < fsdp.stages - 1:
-                there = fsdp.group_of(number + 1)
+            if number < parallel.stages - 1:
+                there = parallel.group_of(number + 1)
                 dist.send(x.detach().contiguous(), group=group, group_dst=there)
-        return x * fsdp.pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
+        return x * parallel.pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
 
     def build_schedule(self, device: torch.device, log: StepLog) -> Callable[..., Tensor]:
         """The function from a step's micro batches to its loss; it leaves the gradients.
@@ -76,18 +79,18 @@ class Pipeline(HasWeights):
         The loss is as `forward` gives it. Times of forward and backward passes go into the log; what lies
         between them is spent waiting.
         """
-        work, fsdp = self.work, self.work.fsdp
+        work, parallel = self.work, self.work.parallelism
         n_micro, total = work.batch.grad_acc_steps, torch.zeros((), device=device)
         weight = 1.0
 
         def scaled(loss: Tensor, labels: Tensor) -> Tensor:
             loss = loss.squeeze() * weight
-            total.add_(loss.detach(), alpha=fsdp.pp / n_micro)
-            return loss / (n_micro * fsdp.ranks)
+            total.add_(loss.detach(), alpha=parallel.pp / n_micro)
+            return loss / (n_micro * parallel.ranks)
 
         numbered = zip(self.numbers, self.stages, strict=True)
         stages = [_Stage(self, number, stage, device, log) for number, stage in numbered]
-        if fsdp.virtual == 1:
+        if parallel.virtual == 1:
             schedule = Schedule1F1B(stages[0], n_micro, loss_fn=scaled, scale_grads=False)
         else:
             schedule = ScheduleInterleaved1F1B([*stages], n_micro, scaled, scale_grads=False)
@@ -137,7 +140,7 @@ class _Stage(PipelineStage):
         device: torch.device,
         log: StepLog,
     ):
-        work, n = pipeline.work, pipeline.work.fsdp.stages
+        work, n = pipeline.work, pipeline.work.parallelism.stages
         shape = work.batch.micro_batch, work.batch.seq_len
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         stream = boundary(work, torch.device("meta")).requires_grad_()

@@ -121,7 +121,7 @@ def print_header(result: Result, work: Work) -> None:
         f"vocabulary {s['vocab_size']}",
         f"batch: {b.micro_batch} x {b.grad_acc_steps} x {b.data_parallel_size} = {b.global_batch} "
         f"samples of {b.seq_len} tokens = {b.tokens_per_step:,} tokens a step",
-        f"{d.name}, amp {work.amp}, {compiled}, attention {work.attention}, "
+        f"{d.name}, amp {work.amp}, {compiled}, attention {work.attention.causal}, "
         f"{recomputed}{work.pass_type}, data {result.args['data']}",
     ]
     if result.fp8 is not None:

@@ -192,7 +192,7 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
         m.mfu_unpacked = m.mfu and m.mfu * m.flops_per_token_unpacked / palm
     if m.tokens_per_sec_per_gpu is None:
         return
-    low = d.peak_fp4_tflops if work.fp8.recipe == "nvfp4" else d.peak_fp8_tflops
+    low = d.peak_fp4_tflops if work.fp8 and work.fp8.recipe == "nvfp4" else d.peak_fp8_tflops
     if result.fp8 and not result.fp8.emulated and m.model_tflops_per_gpu and low and _all_low(work):
         m.mfu_low = m.model_tflops_per_gpu / low
     m.roof_time_fraction, _ = _time_fraction(result, work, d.roof_bf16_tflops, d.roof_fp8_tflops)
@@ -263,9 +263,11 @@ def _time_fraction(
 
 def _all_low(work: Work) -> bool:
     """Whether all linear layers of blocks, routers apart, are in the low format in all passes."""
+    if work.fp8 is None or work.fp8.recipe == "rowwise_with_gw_hp":
+        return False
     every = work.config.weights.values()
     modules = {w.module for w in every if w.is_matrix and not w.stays_exact}
-    return modules <= {*work.fp8.layers} and work.fp8.recipe != "rowwise_with_gw_hp"
+    return modules <= {*work.fp8.layers}
 
 
 def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
@@ -303,4 +305,4 @@ def converted_matrices(
 def low_parameters(work: Work) -> int:
     """Parameters of converted layers that multiply a token."""
     linear = linear_parameters(work.config)
-    return sum(linear.get(module, 0) for module in work.fp8.layers)
+    return sum(linear.get(module, 0) for module in work.fp8.layers) if work.fp8 else 0

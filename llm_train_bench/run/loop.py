@@ -159,7 +159,7 @@ def build_passes(
     amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
     micro_batches = repeating_last(micro_batches)
     # Ranks that share a batch each add a part of its gradient; otherwise FSDP and DDP average.
-    share = work.fsdp.ranks if work.fsdp.divided else 1
+    share = work.parallelism.ranks if work.parallelism.divided else 1
     balances = bool(work.config.experts and work.config.experts.aux_loss)
 
     def passes(step: int) -> Tensor:
@@ -196,7 +196,7 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
     n_micro, micro_batches = work.batch.grad_acc_steps, repeating_last(micro_batches)
     scheduled = model.build_schedule(run.device, log)
     if work.config.experts and work.config.experts.aux_loss:
-        scale_balance_losses(model, 1.0 / n_micro / work.fsdp.ranks)
+        scale_balance_losses(model, 1.0 / n_micro / work.parallelism.ranks)
 
     def passes(step: int) -> Tensor:
         run.begin_micro_step(step)
@@ -283,6 +283,6 @@ def validation_loss(run: Run, model: nn.Module, data: Validation | None) -> floa
             total += model(*batch) * batch.weight
     model.train()
     reshard(sharded_modules(model))
-    if work.fsdp.divided:  # each rank's loss is of its own tokens
+    if work.parallelism.divided:  # each rank's loss is of its own tokens
         average_over_ranks(total)
     return (total / len(data[1])).item()

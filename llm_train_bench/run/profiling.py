@@ -108,7 +108,7 @@ class TorchCapture:
         b = break_down(trace, flops)
         # Attention in plain matmuls counts in their time, but not in their FLOPs.
         plain = {"math", "flex"} if self.run.device.type == "cpu" else {"math"}
-        apart = not plain & {self.run.result.attention_kernel, work.attention}
+        apart = not plain & {self.run.result.attention_kernel, work.attention.causal}
         fields: dict[str, Any] = {n: getattr(b, n) for n in Profile.model_fields if hasattr(b, n)}
         fraction = ideal_s / b.matmul_s if ideal_s and b.matmul_s else None
         fields |= {"matmul_roof_fraction": fraction} if apart else {"matmul_tflops": None}
@@ -148,8 +148,9 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     compiled = compile_counts()
     if work.compiled or compiled.graphs:
         o.graphs_from_cache, o.graphs_generated = compiled.from_cache, compiled.generated
-    on_gpu, asked = run.device.type == "cuda", "flex" if run.plan.flex else work.attention
-    unnamed = run.plan.flex if not on_gpu else not trace.gpu  # no kernel has a name there
+    flex = work.attention.masked == "flex"
+    on_gpu, asked = run.device.type == "cuda", "flex" if flex else work.attention.causal
+    unnamed = flex if not on_gpu else not trace.gpu  # no kernel has a name there
     attends = any(work.config.layers[i].attends for i in work.layers_of(0))
     if not attends:
         result.attention_kernel = None
@@ -168,7 +169,7 @@ def observed_in(trace: Trace, run: Run) -> Observed:
         what = f"asked for {asked} attention, {', '.join(sorted(ran))} ran"
         result.remark(what, "invalid", update)
     fp8 = result.fp8
-    if fp8 and not fp8.emulated and (trace.gpu or not on_gpu):
+    if fp8 and work.fp8 and not fp8.emulated and (trace.gpu or not on_gpu):
         low = sum(calls for name, calls in o.matmuls.items() if name.endswith(("fp8", "fp4")))
         # Of rank 0's own layers; matmuls of experts are known by no format's name.
         here = converted_matrices(work.fp8, work.config, work.layers_of(0), grouped=False)

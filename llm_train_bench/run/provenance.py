@@ -71,13 +71,13 @@ def open_result(
     )
     for note in (*plan.notes, *_notes(work, plan.schedule, plan.profile.memory_snapshot, device)):
         result.remark(note)
-    m, fsdp = result.metrics, work.fsdp
-    if work.ddp or fsdp:
+    m, parallel = result.metrics, work.parallelism
+    if work.ddp or work.fsdp:
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
             setattr(m, f"{kind}_bytes", plan.traffic.get(kind, 0))
-    if fsdp.pp > 1:
+    if parallel.pp > 1:
         m.send_bytes = plan.traffic.get("send", 0)
-        m.pipeline_bubble_ideal = (fsdp.pp - 1) / (fsdp.virtual * work.batch.grad_acc_steps)
+        m.pipeline_bubble_ideal = (parallel.pp - 1) / (parallel.virtual * work.batch.grad_acc_steps)
     return result
 
 
@@ -120,7 +120,7 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
         yield "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
     elif work.compile_mode in GRAPH_MODES:
         yield f"--compile-mode {work.compile_mode}: a CPU has no CUDA graphs"
-    if work.fp8.emulated:
+    if work.fp8 and work.fp8.emulated:
         yield "FP8 was emulated: the figures say nothing of FP8's speed"
     if work.trains and work.config.experts and work.config.experts.aux_loss:
         yield "the balance loss is of each layer, summed; transformers pools them (docs/LAYOUTS.md)"

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from llm_train_bench.base.documents import Packing, count_lengths, make_packing
 from llm_train_bench.base.errors import DoesNotFit, UsageError
@@ -19,17 +19,16 @@ from llm_train_bench.base.machine import MULTIPLY, SLOW_FORMAT, Platform, cpu_mu
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.work import (
-    NO_DDP,
-    NO_FP8,
-    NO_FSDP,
     Batch,
     Ddp,
     Fp8Work,
-    Fsdp,
+    FsdpOptions,
+    Parallelism,
     Recompute,
     Work,
     alike,
 )
+from llm_train_bench.model.attention_kernel import AttentionKernel
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
@@ -42,6 +41,7 @@ from llm_train_bench.settings.flags import (
     BatchFlags,
     DataFlags,
     Fp8Flags,
+    FsdpFlags,
     LoraFlags,
     OptimizerFlags,
     OutputFlags,
@@ -131,8 +131,6 @@ class Plan:
     platform: Platform
     work: Work
     schedule: Schedule
-    flex: bool
-    """Whether windows and documents go through FlexAttention."""
     packing: Packing | None = None
     """The documents that the training data are packed of."""
     notes: tuple[str, ...] = ()
@@ -189,22 +187,15 @@ def make_plan(
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
     seq_len = resolve_seq_len(args.seq_len, config)
-    fsdp, ddp, ranks = NO_FSDP, NO_DDP, world
-    if script in SHARDED:
-        fsdp = resolve_layout(args, script, config, seq_len, world)
-        ranks = fsdp.ranks // (fsdp.tp * fsdp.cp)
-        if fsdp.cpu_offload and platform == "cpu":
-            raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
-    elif script is Script.DDP:
-        reduced = "bf16" if args.bf16_weights else args.reduce_dtype
-        ddp = Ddp(args.bucket_cap_mb, reduced, args.zero1)
-    batch = resolve_batch(args.part(BatchFlags), seq_len, ranks, fsdp.pp)
+    parallelism = resolve_parallelism(args, script, config, seq_len, world)
+    fsdp, ddp = resolve_fsdp(args, script, platform), resolve_ddp(args, script)
+    batch = resolve_batch(args.part(BatchFlags), seq_len, parallelism)
     if args.reduce_last and batch.grad_acc_steps == 1:
         raise UsageError(
             "--reduce-last: a step has one micro batch; raise --grad-acc-steps, or leave it out"
         )
     if script is Script.PP:
-        check_pipeline(fsdp, config, batch, args.global_bsz)
+        check_pipeline(parallelism, config, batch, args.global_bsz)
     packing = None
     if args.pack:
         more = args.pack_lengths, args.pack_separator
@@ -212,19 +203,19 @@ def make_plan(
         size = batch.global_batch
         measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
         batch = dataclasses.replace(batch, documents=count_lengths(packing, measured))
-    flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "bf16_weights")
+    flags = ("pass_type", "amp", "tf32", "optimizer", "bf16_weights")
     same = {name: getattr(args, name) for name in flags}
     work = Work(
-        config, batch, world, **same, ddp=ddp, fsdp=fsdp, balanced=args.route == "balanced",
+        config, batch, parallelism, **same, ddp=ddp, fsdp=fsdp, balanced=args.route == "balanced",
         offload=args.offload_activations,
         chunk_elements=chunk_elements(None if platform == "cpu" else memory_gib),
         compile_mode=args.compile_mode if args.pt_compile else None,
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
-    attention, flex = resolve_attention(work, platform)
+    attention = choose_attention_kernel(args.attention, work, platform)
     linear = resolve_linear(work, args.linear, platform)
     lora = resolve_lora(args.part(LoraFlags), work) if args.lora_rank else None
-    fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform) if args.use_fp8 else NO_FP8
+    fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform) if args.use_fp8 else None
     work = dataclasses.replace(work, attention=attention, linear=linear, lora=lora, fp8=fp8)
     if work.balanced and work.batch.documents and work.by_tokens:
         raise UsageError(
@@ -235,7 +226,7 @@ def make_plan(
     if platform == "cpu" and work.amp in MULTIPLY and not cpu_multiplies(work.amp):
         use = "; use --amp auto" if asked == work.amp else ""
         notes = (f"{work.amp}: {SLOW_FORMAT}{use}",)
-    return Plan(script, args, platform, work, schedule, flex, packing, notes)
+    return Plan(script, args, platform, work, schedule, packing, notes)
 
 
 def resolve_amp(
@@ -327,15 +318,16 @@ def resolve_seq_len(seq_len: int | None, config: ModelConfig) -> int:
     return seq_len or min(longest, LONGEST_DEFAULT)
 
 
-def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int, pp: int = 1) -> Batch:
+def resolve_batch(flags: BatchFlags, seq_len: int, parallelism: Parallelism) -> Batch:
     """Global batch = micro batch x accumulation x ranks with data of their own, exactly.
 
     UsageError if --global-bsz does not divide.
     """
     bsz = 1 if flags.bsz == "auto" else flags.bsz
-    micro, accumulation = bsz * data_parallel_size, flags.grad_acc_steps
-    if pp > 1 and accumulation == 1:
-        accumulation = 2 * pp  # one would leave ranks idle
+    ranks = parallelism.dp_replicate * parallelism.dp_shard
+    micro, accumulation = bsz * ranks, flags.grad_acc_steps
+    if parallelism.pp > 1 and accumulation == 1:
+        accumulation = 2 * parallelism.pp  # one would leave ranks idle
     if flags.global_bsz is not None:
         accumulation, rest = divmod(flags.global_bsz, micro)
         if rest or not accumulation:
@@ -343,10 +335,10 @@ def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int, pp: 
             nearest = " or ".join(str(n) for n in (below, below + micro) if n)
             raise UsageError(
                 f"--global-bsz {flags.global_bsz} is not a multiple of --bsz {bsz} x "
-                f"{data_parallel_size} ranks = {micro}; {nearest} would be"
+                f"{ranks} ranks = {micro}; {nearest} would be"
             )
     size = micro * accumulation
-    return Batch(bsz, accumulation, data_parallel_size, size, seq_len, size * seq_len)
+    return Batch(bsz, accumulation, ranks, size, seq_len, size * seq_len)
 
 
 def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Recompute:
@@ -372,10 +364,29 @@ def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Rec
     return Recompute(blocks, policy)
 
 
-def resolve_layout(
+def resolve_ddp(args: Args, script: Script) -> Ddp | None:
+    """DDP's buckets and formats; None for another script."""
+    reduce_dtype = "bf16" if args.bf16_weights else args.reduce_dtype
+    return Ddp(args.bucket_cap_mb, reduce_dtype, args.zero1) if script is Script.DDP else None
+
+
+def resolve_fsdp(args: FsdpFlags, script: Script, platform: Platform) -> FsdpOptions | None:
+    """How FSDP gathers and reduces; None for another script. UsageError for an offload from a CPU."""
+    if script not in SHARDED:
+        return None
+    if args.cpu_offload and platform == "cpu":
+        raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
+    # The stages of a pipeline stay gathered over all micro batches of a step.
+    reshard = args.reshard_after_forward == "always" and script is not Script.PP
+    return FsdpOptions(reshard, args.reduce_dtype, args.cpu_offload, args.reduce_last)
+
+
+def resolve_parallelism(
     args: Args, script: Script, config: ModelConfig, seq_len: int, world: int
-) -> Fsdp:
+) -> Parallelism:
     """The ranks' shares of layers, tokens, heads and experts; UsageError where sizes do not divide."""
+    if script not in SHARDED:
+        return Parallelism(dp_replicate=world)
     tp, cp, ep = args.tp, args.cp, args.ep
     pp = (args.pp or USUAL_STAGES) if script is Script.PP else 1
     _must_divide("--pp", pp, f"{world} ranks", world, least=2)
@@ -414,27 +425,25 @@ def resolve_layout(
             )
     if not ulysses:
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
-    # The stages of a pipeline stay gathered over all micro batches of a step.
-    reshard = args.reshard_after_forward == "always" and pp == 1
-    names = "reduce_dtype cpu_offload reduce_last tp cp ep".split()
-    same: dict[str, Any] = {name: getattr(args, name) for name in names}
-    same |= dict(ulysses=ulysses, pp=pp, virtual=args.pp_virtual, layers=args.pp_layers)
-    return Fsdp(shards, args.dp_replicate, reshard, **same)
+    dp_shard, stages = shards // (tp * cp), (args.pp_virtual, args.pp_layers)
+    return Parallelism(args.dp_replicate, dp_shard, cp, tp, ep, pp, *stages, ulysses)
 
 
-def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: int | None) -> None:
+def check_pipeline(
+    parallelism: Parallelism, config: ModelConfig, batch: Batch, global_bsz: int | None
+) -> None:
     """UsageError where the layers or the micro batches are too few for the stages."""
-    pp, virtual, micro = fsdp.pp, fsdp.virtual, batch.grad_acc_steps
-    if config.num_hidden_layers < fsdp.stages:
+    pp, virtual, micro = parallelism.pp, parallelism.virtual, batch.grad_acc_steps
+    blocks, stages, sizes = config.num_hidden_layers, parallelism.stages, parallelism.layers
+    if blocks < stages:
         raise UsageError(
-            f"--pp {pp} x --pp-virtual {virtual} = {fsdp.stages} stages: {config.path} has only "
-            f"{config.num_hidden_layers} blocks; use no more stages"
+            f"--pp {pp} x --pp-virtual {virtual} = {stages} stages: {config.path} has only {blocks} "
+            "blocks; use no more stages"
         )
-    whole = len(fsdp.layers) == fsdp.stages and sum(fsdp.layers) == config.num_hidden_layers
-    if fsdp.layers and not (whole and min(fsdp.layers) > 0):
+    if sizes and (len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1):
         raise UsageError(
-            f"--pp-layers {' '.join(map(str, fsdp.layers))}: give {fsdp.stages} numbers of 1 or more "
-            f"that add up to the {config.num_hidden_layers} blocks of {config.path}"
+            f"--pp-layers {' '.join(map(str, sizes))}: give {stages} numbers of 1 or more that add up to "
+            f"the {blocks} blocks of {config.path}"
         )
     if micro < pp or (virtual > 1 and micro % pp):
         few = max(1, -(-micro // pp)) * pp
@@ -456,13 +465,13 @@ def _must_divide(flag: str, value: int, what: str, *sizes: int, least: int = 1) 
         )
 
 
-def resolve_attention(work: Work, platform: Platform) -> tuple[str, bool]:
-    """The attention kernel, and whether windows and documents go through FlexAttention.
+def choose_attention_kernel(name: str, work: Work, platform: Platform) -> AttentionKernel:
+    """The kernels that --attention means for a step; UsageError for what cannot serve.
 
     `auto` stays, or becomes `blocks`: up to its limit the probabilities that those keep are a third of
-    what else a block keeps. UsageError for what cannot serve.
+    what else a block keeps.
     """
-    config, name, on_cpu = work.config, work.attention, platform == "cpu"
+    config, on_cpu = work.config, platform == "cpu"
     special = "sliding windows, sinks, --pack and keys gathered by --cp"
     cut = work.windowed or bool(work.batch.documents)
     can_flex = cut and not config.sinks and not work.by_tokens
@@ -484,8 +493,9 @@ def resolve_attention(work: Work, platform: Platform) -> tuple[str, bool]:
             "set it to 0"
         )
     short = work.batch.seq_len * work.matmul_bytes <= 2048
-    chosen = "blocks" if name == "auto" and can_blocks and short else name
-    return chosen, can_flex and (name == "flex" or (name == "auto" and not on_cpu))
+    in_flex = can_flex and (name == "flex" or (name == "auto" and not on_cpu))
+    causal = "blocks" if name == "auto" and can_blocks and short else name
+    return AttentionKernel(causal, "flex" if in_flex else "pieces")
 
 
 def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
@@ -562,7 +572,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
         )
     every = (weight for i, *_ in alike(work, work.layers) for weight in config.matrices(i))
     # (out, in) of a rank's part of a layer, or of one expert.
-    shapes = {w.module: w.shard(work.fsdp).sizes[-2:] for w in every if not w.stays_exact}
+    shapes = {w.module: w.shard(work.parallelism).sizes[-2:] for w in every if not w.stays_exact}
     modules = {name: [name] for name in shapes}
     if te:  # its modules stand for one or more linear layers
         modules = {
@@ -582,10 +592,10 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
         )
     layers = tuple(layer for name in modules if name not in unfit for layer in modules[name])
     for layer in layers if flags.fp8_all_gather else ():
-        if shapes[layer][0] % work.fsdp.shards:
+        if shapes[layer][0] % work.parallelism.shards:
             raise UsageError(
                 f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{layer} do not divide "
-                f"over {work.fsdp.shards} ranks; leave it out"
+                f"over {work.parallelism.shards} ranks; leave it out"
             )
     kept = "embeddings, attention" if te else "embeddings, norms, attention"
     always = {"head": "always", kept: "no linear layers"}

@@ -39,6 +39,6 @@ def apply_fp8(model: HasWeights, work: Work, device: torch.device) -> Fp8:
     from llm_train_bench.apply.fp8.te import apply_te
     from llm_train_bench.apply.fp8.torchao import apply_torchao
 
-    if work.linear == "te" or work.fp8.backend == "te":
+    if work.linear == "te" or work.fp8_backend == "te":
         return apply_te(cast(Transformer, model), work, device)
     return apply_torchao(model, work, device) if work.fp8 else Fp8()

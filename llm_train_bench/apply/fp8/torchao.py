@@ -17,6 +17,7 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.experts import Stacked
 from llm_train_bench.model.layout import HasWeights, Layout
 from llm_train_bench.model.products import ProductLinear, Products
+from llm_train_bench.model.shapes import present
 from llm_train_bench.results.figures import describe_fp8
 from llm_train_bench.results.schema import Fp8Info
 
@@ -114,7 +115,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
     except ImportError as error:
         get = how_to_install("pip install -e '.[fp8]'")
         raise UsageError(f"--fp8-backend torchao: {error}; {get}") from None
-    fp8 = work.fp8
+    fp8 = present(work.fp8)
     if not fp8.emulated:
         _check_device(device, fp8.recipe)
     if any(module.startswith("mlp.experts.") for module in fp8.layers):
@@ -131,7 +132,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         for module in found.values():
             if isinstance(module, Stacked):
                 module.product = product
-        if not work.fsdp.divided:
+        if not work.parallelism.divided:
             convert_to_float8_training(
                 part,
                 config=dataclasses.replace(

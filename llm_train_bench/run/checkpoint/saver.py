@@ -69,10 +69,11 @@ def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> 
 def layout(run: Run) -> str:
     """Script, ranks and accumulation."""
     work = run.plan.work
-    batch, fsdp, mesh = work.batch, work.fsdp, {}
-    if fsdp:
-        names = [*("tp", "cp", "ep") * fsdp.divided, *("pp", "virtual") * (fsdp.pp > 1)]
-        mesh = fsdp.mesh | {name: getattr(fsdp, name) for name in names}
+    batch, parallel, mesh = work.batch, work.parallelism, {}
+    if work.fsdp:
+        names = [*("tp", "cp", "ep") * parallel.divided, *("pp", "virtual") * (parallel.pp > 1)]
+        mesh = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.shards}
+        mesh |= {name: getattr(parallel, name) for name in names}
     sizes = ", ".join(f"{k} {v}" for k, v in mesh.items())
     micro = f"{batch.micro_batch} x {batch.grad_acc_steps}"
     return f"{run.plan.script} on {work.world} ({sizes}), {micro}"

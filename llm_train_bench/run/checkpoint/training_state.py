@@ -39,16 +39,16 @@ def held_shard(model: HasWeights, weight: Weight, tensor: Tensor, ranks: Ranks) 
     """This rank's shard of a parameter or of what the optimizer keeps for it, and who has the same."""
     layout: Any = model.layout
     own = shard_of_whole(weight, layout, tensor) if tensor.ndim else local_shard(tensor)
-    _, shard, copies, index = own
+    _, shard, copies, copy = own
     if not tensor.ndim or not copies:  # the same on all that have the layer
-        copies, index = ranks.world // layout.pp, ranks.rank % (ranks.world // layout.pp)
+        copies, copy = ranks.world // layout.pp, ranks.rank % (ranks.world // layout.pp)
     if layout.pp > 1 and weight.module == "embed" and model.config.tie_word_embeddings:
         # The first stage and the last have it: those before the last rank come first.
-        index += copies * (layout.pp_rank > 0)
+        copy += copies * (layout.pp_rank > 0)
         copies *= 2
     if tensor.ndim and is_sharded(tensor) and weight.split is None:
-        copies, index = copies * layout.tp, index * layout.tp + layout.tp_rank
-    return LocalShard(own.local, shard, copies, index)
+        copies, copy = copies * layout.tp, copy * layout.tp + layout.tp_rank
+    return LocalShard(own.local, shard, copies, copy)
 
 
 def own_share(
@@ -56,10 +56,10 @@ def own_share(
 ) -> tuple[Tensor, StoredShard] | None:
     """What this rank writes of a tensor: ranks that have the same shard share it out."""
     file = file_of(ranks.rank)
-    local, (offsets, sizes), copies, index = held_shard(model, weight, tensor, ranks)
+    local, (offsets, sizes), copies, copy = held_shard(model, weight, tensor, ranks)
     if not sizes:
-        return (local, StoredShard(file, Shard((), ()))) if index == 0 else None
-    first, last = (sizes[0] * i // copies for i in (index, index + 1))
+        return (local, StoredShard(file, Shard((), ()))) if copy == 0 else None
+    first, last = (sizes[0] * i // copies for i in (copy, copy + 1))
     if first == last or not local.numel():
         return None
     shard = Shard((offsets[0] + first, *offsets[1:]), (last - first, *sizes[1:]))

@@ -1,0 +1,16 @@
+"""The kernels that attention runs in, chosen once for a run (settings/plan.py). Needs no torch."""
+
+from typing import NamedTuple
+
+
+class AttentionKernel(NamedTuple):
+    """The kernels of causal attention over whole samples, and of attention that sees less."""
+
+    causal: str = "auto"
+    """`blocks` (block_attention.py), or PyTorch's: one by name, or any (`auto`, `flex`)."""
+    masked: str = "pieces"
+    """Of windows, documents, sinks, and keys that cp ranks gather: `pieces` (piece_attention.py); or of
+    the first two `flex`, FlexAttention."""
+
+
+USUAL_KERNEL = AttentionKernel()
