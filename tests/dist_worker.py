@@ -404,14 +404,15 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
     for name, script, flags, _, traced, mutant in jobs:
         argv = [*map(str, flags), "--output-dir", str(out), "--run-name", name]
         traffic, formats, states = Traffic(gradients), [], []
-        attention = "attend", lambda query: str(query.dtype), formats, layers
         traffic.looking = script == "train_fsdp.py"
         with contextlib.ExitStack() as stack:
             if "--pt-compile" in argv:  # Dynamo compiles nothing while a dispatch mode looks on
                 torch._dynamo.reset()
                 stack.enter_context(without_inductor() if traced else contextlib.nullcontext())
             else:
-                stack.enter_context(watched(*attention))
+                for function in ("attend", "attend_in_blocks"):
+                    seen = watched(function, lambda query: str(query.dtype), formats, layers)
+                    stack.enter_context(seen)
                 stack.enter_context(watched("dropout", generator_digest, states))
                 stack.enter_context(traffic)
             for patch in (

@@ -63,7 +63,8 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             even = _EvenLayout(work, rank) if work.fsdp else None
             layers = work.stage_layers(pp_rank) if work.parallelism.pp > 1 else None
             config, seq_len, layout = work.config, work.batch.seq_len, even or ALONE
-            model = Transformer(config, seq_len, balanced=True, layout=layout, layers=layers)
+            kernel = work.attention._replace(masked="pieces")
+            model = Transformer(config, seq_len, kernel, True, layout, layers)
         set_weights(model, work)
         apply_kernels(model, work, "plain")
         apply_recompute(model, work.recompute)
