@@ -56,14 +56,14 @@ class _EvenLayout(RankLayout):
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
     """Peak bytes of a rank, optimizer state included; in a pipeline of group `pp_rank`."""
     assert not work.compiled and not work.fp8 and work.parallelism.virtual == 1
-    rank = pp_rank * work.parallelism.ranks if pp_rank else 0
+    rank = pp_rank * work.parallelism.ranks
     with _fake_ranks(work.world, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             even = _EvenLayout(work, rank) if work.fsdp else None
-            layers = work.stage_layers(pp_rank) if work.parallelism.pp > 1 else None
-            config, seq_len, layout = work.config, work.batch.seq_len, even or ALONE
-            model = Transformer(config, seq_len, balanced=True, layout=layout, layers=layers)
+            layers, layout = work.stage_layers(pp_rank), even or ALONE
+            kernel = work.attention._replace(masked="pieces")
+            model = Transformer(work.config, work.batch.seq_len, kernel, True, layout, layers)
         set_weights(model, work)
         apply_kernels(model, work, "plain")
         apply_recompute(model, work.recompute)
@@ -106,7 +106,7 @@ def _track(model: Transformer, work: Work, flags: OptimizerFlags | None) -> int:
                 _pipelined(model, work, inputs, labels, tracker.reset_mod_stats)
             n_micro = batch.grad_acc_steps if step else 1
             for micro in range(n_micro if layout.pp == 1 else 0):
-                if work.reduce_last:
+                if work.fsdp and work.fsdp.reduce_last:
                     cast(FSDPModule, model).set_requires_gradient_sync(micro == n_micro - 1)
                 with autocast("off" if fsdp else work.amp, CPU), torch.set_grad_enabled(train):
                     loss = model(inputs, labels)

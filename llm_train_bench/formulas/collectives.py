@@ -57,7 +57,7 @@ def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     if work.ddp is None or work.world == 1 or not work.trains:
         return {}
     moved = {"all_reduce": sum(map(math.prod, shapes.values())) * work.reduce_bytes}
-    if work.zero1 and work.pass_type == "step":  # the updated shares, rows padded
+    if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
         padded = (
             -(-rows // work.world) * work.world * math.prod(rest) for rows, *rest in shapes.values()
         )
@@ -113,16 +113,16 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     meshes, besides what tokens move. In a pipeline the bytes are of one of its groups of ranks, which
     gathers and reduces its stages once a step.
     """
-    fsdp, parallel, config = work.fsdp, work.parallelism, work.config
-    n_micro = work.batch.grad_acc_steps
+    parallel, config, n_micro = work.parallelism, work.config, work.batch.grad_acc_steps
     micro_steps = 1 if parallel.pp > 1 else n_micro
-    reductions = 1 if work.reduce_last else micro_steps
+    reshard = work.fsdp is not None and work.fsdp.reshard
+    reductions = 1 if work.fsdp and work.fsdp.reduce_last else micro_steps
     moved: Counter[str] = Counter()
     partial, layers, in_fp8 = 0, work.layers_of(pp_rank), _gathered_in_fp8(work)
     for part in rank_parameters(shapes, config, parallel, pp_rank):
         block = part.layer >= 0
         gathered, reduced, replicated = _fsdp_bytes_of(work, part, in_fp8)
-        gathers = 2 if block and work.trains and fsdp and fsdp.reshard else 1
+        gathers = 2 if block and work.trains and reshard else 1
         moved["all_gather"] += micro_steps * gathers * gathered
         moved["reduce_scatter"] += reductions * reduced
         moved["all_reduce"] += reductions * replicated
@@ -146,8 +146,8 @@ def rank_parameters(
     shapes: Shapes, config: ModelConfig, parallel: Parallelism, pp_rank: int
 ) -> Iterator[Part]:
     """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
-    last = config.num_hidden_layers - 1
-    layers = set(parallel.layers_of(config.num_hidden_layers, pp_rank))
+    n, last = config.num_hidden_layers, config.num_hidden_layers - 1
+    layers = {i for stage in parallel.stages_of(pp_rank) for i in parallel.stage_layers(n, stage)}
     roots = {"embed", "positions"} if 0 in layers else set()
     if last in layers:
         roots |= {"norm", "lm_head"} | ({"embed"} if config.tie_word_embeddings else set())

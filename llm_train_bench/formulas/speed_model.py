@@ -40,7 +40,7 @@ from llm_train_bench.formulas.parameters import (
     parameter_shapes,
 )
 from llm_train_bench.formulas.step_events import Around, Pieces, step_seconds
-from llm_train_bench.formulas.work import PASS_FORWARDS, Fp8Work, Work, alike
+from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike, block_parameters
 from llm_train_bench.model.shares import part_shape, sharded_dimension
 
 
@@ -129,7 +129,7 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
     units, after = {}, 0.0
     if work.fsdp:
         units = unit_times(work, gpu, pp_rank)
-    elif work.zero1 and work.pass_type == "step":
+    elif work.ddp and work.ddp.zero1 and work.pass_type == "step":
         size = ddp_bytes(_learnt(work), work).get("all_gather", 0)
         after = collective_time("all_gather", size, work.world, gpu.per_node, gpu)
     pieces = Pieces(
@@ -182,7 +182,7 @@ def surroundings(work: Work, gpu: Hardware) -> Around:
     size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
     if not work.ddp or not size:
         return Around()
-    bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), work.block_parameters
+    bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), block_parameters(work.config)
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
     filled = {layer: size / bucket * numbers[layer] / whole for layer in work.layers}
     seconds = collective_time("all_reduce", bucket, work.world, gpu.per_node, gpu)
@@ -215,7 +215,7 @@ def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
     weight = work.weight_bytes
     each = 3 * weight + 2 * work.state_bytes
     each += 8 * (work.trainer.weights == "master")
-    share = 1 / work.world if work.zero1 else 1
+    share = 1 / work.world if work.ddp and work.ddp.zero1 else 1
     return (each * share + 3 * weight) * numbers / gpu.memory_rate + _muon_time(work, gpu)
 
 
@@ -269,8 +269,8 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
     adapters = 0.0
     if lora := work.lora:
         for _, _, width, rows, n in (shape for shape in lora.shapes if shape[0] == layer):
-            down = matmul_time(work, work.gathered_tokens, n * lora.rank, width, None, gpu)
-            adapters += down + matmul_time(work, work.gathered_tokens, rows, lora.rank, None, gpu)
+            down = matmul_time(work, work.gathered_tokens, n * lora.rank, width, False, gpu)
+            adapters += down + matmul_time(work, work.gathered_tokens, rows, lora.rank, False, gpu)
     gradients = 1 if work.lora else 2  # of inputs, and of weights
     return PartTime(block + adapters, forward, moved), PartTime(
         gradients * block + 2 * adapters + (block - last) * part,
@@ -282,7 +282,7 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
 def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     """Seconds of the head's matmuls, and of the loss over its logits, both passes of a micro batch."""
     rows = work.config.padded_vocab_size
-    one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, None, gpu)
+    one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, False, gpu)
     eager = 26 if work.matmul_bytes == 2 else 32  # bytes a logit of the loss and its gradient
     loss = work.own_tokens * rows * (8 if work.compiled else eager)
     passes = PASS_FORWARDS[work.pass_type] - bool(work.lora and work.trains)
@@ -317,14 +317,13 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
     return moved / gpu.memory_rate, held
 
 
-def matmul_time(
-    work: Work, m: float, n: float, k: float, fp8: Fp8Work | None, gpu: Hardware
-) -> float:
+def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware) -> float:
     """Seconds of one (m, k) x (k, n) matmul, and of casting its inputs to FP8."""
     c, width = gpu.constants, work.matmul_bytes
+    recipe = work.fp8.recipe if work.fp8 else ""
     if fp8:
-        peak = gpu.fp4_tflops if fp8.recipe == "nvfp4" else gpu.fp8_tflops
-        measured = gpu.measured_fp8_tflops if fp8.recipe != "nvfp4" else None
+        peak = gpu.fp4_tflops if recipe == "nvfp4" else gpu.fp8_tflops
+        measured = gpu.measured_fp8_tflops if recipe != "nvfp4" else None
         rate = measured or (peak or gpu.bf16_tflops) * c.fp8_of_peak
     elif work.amp == "off" and not work.tf32:
         rate = gpu.fp32_tflops * c.fp32_of_peak
@@ -344,7 +343,7 @@ def matmul_time(
     elif fp8:
         # Both inputs are read for their scale, then read and written in 8 bits. Rowwise scaling
         # does so twice: the backward needs them scaled along the other side.
-        passes = 2 if fp8.recipe.startswith("rowwise") else 1
+        passes = 2 if recipe.startswith("rowwise") else 1
         seconds += passes * (m * k + k * n) * (2 + 2 + 1) / gpu.memory_rate
     return seconds
 
@@ -367,7 +366,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
         own = kind in OF_OWN_TOKENS
         tokens = work.own_tokens if own else work.gathered_tokens
         converted = kind in low or (every and kind not in ("router", "shared_gate"))
-        one = matmul_time(work, tokens, n, k, work.fp8 if converted else None, gpu)
+        one = matmul_time(work, tokens, n, k, converted, gpu)
         seconds, last = seconds + one, one if kind == "down" else last
     for n, k in config.expert_shapes(layer).values():
         # Each rank gets as many rows as it sends; an expert's last tile is filled up.
@@ -375,7 +374,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
         number = config.experts.number // ep
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
         converted = every or "experts_up" in low
-        whole = matmul_time(work, rows * filled, n, k, work.fp8 if converted else None, gpu)
+        whole = matmul_time(work, rows * filled, n, k, converted, gpu)
         weights = number * n * k * (1 if converted else work.matmul_bytes) / gpu.memory_rate
         seconds += max(whole, weights)
     return seconds, last
@@ -387,11 +386,12 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     if layer in config.mlp_alone:
         return 0.0, 0.0
     if layer in config.recurrent.layers:
-        each = (
-            recurrent_flops_per_token(config, work.batch.lengths, causal=False)
-            / work.parallelism.tp
+        each = recurrent_flops_per_token(config, work.batch.lengths, causal=False)
+        seconds = (
+            work.gathered_tokens
+            * (each / work.parallelism.tp)
+            / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
         )
-        seconds = work.gathered_tokens * each / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
         return seconds, 2 * seconds
     cudnn = c.cudnn_forward and amp != "off" and work.attention.causal in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
