@@ -251,7 +251,7 @@ def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
     flags = words("x --bsz 8 --seq-len 4 --n-steps 10 --val-data", tmp_path / "val.bin")
     plan = plan_for(flags, config=config("llama", vocab_size=50, pad_token_id=None))
-    _, (_, firsts) = data.open_data(plan.data, plan.work, 10, CPU)
+    _, (_, firsts) = data.open_data(plan.args, plan.work, 10, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]
 
 
