@@ -30,7 +30,6 @@ from llm_train_bench.apply.precision import autocast, set_weights
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.formulas.collectives import tokens_sent
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.fsdp import apply_fsdp
 from llm_train_bench.parallel.layout import RankLayout
@@ -60,15 +59,14 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
     with _fake_ranks(work.world, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
-            even = _EvenLayout(work, rank) if work.fsdp else None
-            layers, layout = work.stage_layers(pp_rank), even or ALONE
+            even, layers = _EvenLayout(work, rank), work.stage_layers(pp_rank)
             kernel = work.attention._replace(masked="pieces")
-            model = Transformer(work.config, work.batch.seq_len, kernel, True, layout, layers)
+            model = Transformer(work.config, work.batch.seq_len, kernel, True, even, layers)
         set_weights(model, work)
         apply_kernels(model, work, "plain")
         apply_recompute(model, work.recompute)
         apply_offload(model, work.offload, CPU, _Elsewhere())
-        if even:
+        if work.fsdp:
             apply_fsdp(model, even.connect(CPU, 60.0), work)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),

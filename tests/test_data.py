@@ -13,9 +13,8 @@ from llm_train_bench.apply import data
 from llm_train_bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import open_tokens, write_tokens
-from llm_train_bench.formulas.work import Parallelism
-from llm_train_bench.settings.flags import BatchFlags
-from llm_train_bench.settings.plan import Schedule, resolve_batch
+from llm_train_bench.formulas.work import Batch
+from llm_train_bench.settings.plan import Schedule
 from tests.helpers import config, only_result, train_main, words
 from tests.helpers import plan_of as plan_for
 
@@ -23,8 +22,8 @@ CPU = torch.device("cpu")
 
 
 def plan_of(n_steps, accumulation, bsz, rank=0, world=1):
-    flags = BatchFlags(bsz=bsz, grad_acc_steps=accumulation)
-    return data.sample_plan(Schedule(0, n_steps), resolve_batch(flags, 1, Parallelism(world)), rank)
+    batch = Batch(bsz, accumulation, world, bsz * accumulation * world, 1, 0)
+    return data.sample_plan(Schedule(0, n_steps), batch, rank)
 
 
 @pytest.fixture

@@ -70,10 +70,9 @@ def _gathered_in_fp8(work: Work) -> tuple[str, ...]:
 
     Their scales, an all-reduce of a few numbers, are left out.
     """
-    if work.fp8 is None or not work.fp8.all_gather:
-        return ()
+    layers = work.fp8.layers if work.fp8 and work.fp8.all_gather else ()
     names = layer_names(work.config)
-    return tuple(f".{names[layer]}.weight" for layer in work.fp8.layers)
+    return tuple(f".{names[layer]}.weight" for layer in layers)
 
 
 def padded_size(work: Work, part: Part) -> int:

@@ -88,7 +88,7 @@ def least_time(work: Work, gpu: Hardware) -> float:
     The bubble of a pipeline is (p - 1) / v micro batches (Narayanan et al. 2021, section 2.2).
     """
     parallel = work.parallelism
-    piece, _ = group_pieces(work, gpu, parallel.group_of(parallel.stages - 1))
+    piece, _ = group_pieces(work, gpu, parallel.pp - 1)
     bubble = (parallel.pp - 1) / parallel.virtual * (piece.computing - piece.head)
     computing = work.batch.grad_acc_steps * piece.computing + bubble
     return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
@@ -382,22 +382,17 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
 
 def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Seconds of a layer's attention, or of its states in fp32; forward and backward."""
-    config, amp, c = work.config, work.amp, gpu.constants
+    config, amp, c, tp = work.config, work.amp, gpu.constants, work.parallelism.tp
     if layer in config.mlp_alone:
         return 0.0, 0.0
     if layer in config.recurrent.layers:
-        each = recurrent_flops_per_token(config, work.batch.lengths, causal=False)
-        seconds = (
-            work.gathered_tokens
-            * (each / work.parallelism.tp)
-            / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
-        )
+        each = recurrent_flops_per_token(config, work.batch.lengths, causal=False) / tp
+        seconds = work.gathered_tokens * each / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
         return seconds, 2 * seconds
     cudnn = c.cudnn_forward and amp != "off" and work.attention.causal in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = config.windows[layer]
     keys = attended_keys(work.batch.lengths, window, causal=True)
-    tp = work.parallelism.tp
     flops = work.gathered_tokens * attention_width(config) * keys / tp
     if cudnn and not work.batch.documents and (window is None or window >= work.batch.seq_len):
         parts = c.cudnn_forward, c.cudnn_backward

@@ -195,7 +195,7 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
     gathered = [0.0] * stages
     seconds: list[tuple[float, float]] = []
     for stage in range(stages):
-        group, layers = parallel.group_of(stage), work.stage_layers(stage)
+        group, layers = stage % pp, work.stage_layers(stage)
         piece = pieces[group]
         if stage < pp:
             clock.run(group, "network", piece.units[-1][0])  # gather all but blocks

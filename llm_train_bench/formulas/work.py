@@ -129,12 +129,8 @@ class Parallelism:
         """Stages of the pipeline."""
         return self.pp * self.virtual
 
-    def group_of(self, stage: int) -> int:
-        """The group of ranks that has a stage of the pipeline."""
-        return stage % self.pp
-
     def stages_of(self, pp_rank: int) -> range:
-        """The stages of a group of ranks."""
+        """The stages of a group of ranks: every pp-th."""
         return range(pp_rank, self.stages, self.pp)
 
     def stage_layers(self, n: int, stage: int) -> range:
