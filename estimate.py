@@ -22,7 +22,6 @@ from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
 from llm_train_bench.estimate.predict import (
     EstimateArgs,
-    EstimateFlags,
     calibrated,
     device_of,
     make_estimate,
@@ -48,49 +47,48 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(
             f"{args.config}: estimate.py takes no script; use --parallel ddp, fsdp or pp"
         )
-    wanted = args.part(EstimateFlags)
     if args.nproc:
         raise UsageError("--nproc: give the number of devices by --gpus")
-    if file and file.script not in (None, Script.ONE) and wanted.gpus == 1:
+    if file and file.script not in (None, Script.ONE) and args.gpus == 1:
         raise UsageError(f"--from: is for {file.script}; --gpus says how many run it")
-    script = script_of(args.pp, wanted)
-    if not wanted.plan:
+    script = script_of(args.pp, args)
+    if not args.plan:
         refuse_foreign(given_fields(words), script)
-    if wanted.gpu is None:
+    if args.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., or cpu")
-    if wanted.plan:
+    if args.plan:
         refuse_beside_plan(parse_words(EstimateArgs, words, "estimate.py"))
         config = load_config(args.config, args.pad_vocab, args.layers)
-        return show_plans(wanted, functools.partial(dataclasses.replace, args), config)
-    if "," in wanted.gpu and device_called(wanted.gpu) is None:
-        raise UsageError(f"--gpu {wanted.gpu}: several GPUs go with --plan; name one")
-    gpu = device_of(wanted.gpu, wanted)
+        return show_plans(args, functools.partial(dataclasses.replace, args), config)
+    if "," in args.gpu and device_called(args.gpu) is None:
+        raise UsageError(f"--gpu {args.gpu}: several GPUs go with --plan; name one")
+    gpu = device_of(args.gpu, args)
 
     def planned(flags: dict[str, Any], gpus: int) -> Plan:
         changed = dataclasses.replace(args, **flags)
         has = {"memory_gib": gpu.memory_gib, "native_amp": gpu.native_amp}
-        return plan_by(wanted.trainer, changed, script, gpus, gpu.platform, **has)
+        return plan_by(args.trainer, changed, script, gpus, gpu.platform, **has)
 
-    plan = planned({}, wanted.gpus)
-    if wanted.calibrate:
-        gpu, note = calibrated(gpu, Path(wanted.calibrate), plan.work)
+    plan = planned({}, args.gpus)
+    if args.calibrate:
+        gpu, note = calibrated(gpu, Path(args.calibrate), plan.work)
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    estimate = make_estimate(plan, wanted, gpu)
-    if wanted.json:
+    estimate = make_estimate(plan, args, gpu)
+    if args.json:
         print(json.dumps(dataclasses.asdict(estimate), indent=1))
         return 0 if estimate.fits else 4
-    show_estimate(estimate, wanted, plan.work)
+    show_estimate(estimate, args, plan.work)
     for note in plan.notes:
         print(note)
     if gpu.native_amp == "fp16" and plan.work.amp == "bf16":
         print(
             f"{gpu.name} has no bf16: the estimate has the peak of fp16; use --amp fp16, or off, there"
         )
-    if wanted.gpus > gpu.per_node and (last := wanted.gpus % gpu.per_node):
+    if args.gpus > gpu.per_node and (last := args.gpus % gpu.per_node):
         print(
             f"the last node has {last} of {gpu.per_node} GPUs, and all wait for its network cards"
         )
-    if estimate.usd is None and wanted.tokens:
+    if estimate.usd is None and args.tokens:
         print(f"no price of {gpu.name} is known; --usd-per-hour gives one")
     if estimate.verdict == VERDICTS[0]:
         return 0

@@ -34,16 +34,16 @@ from llm_train_bench.settings.plan import Plan
 
 def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     """One run; what is wrong with the input shows before anything is written."""
-    work, files = plan.work, plan.data
+    work, args = plan.work, plan.args
     set_precision(work.amp, work.tf32, device)
-    torch.manual_seed(files.seed)  # dropout; parameters and data have separate generators
+    torch.manual_seed(args.seed)  # dropout; parameters and data have separate generators
     kernel = select_attention(work, device)
-    data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
+    data, val_data = open_data(args, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced)
     fp8 = apply_fp8(model, work, device)
-    weights = check_pretrained(work.config, files.init_from)
-    write_text = text_writer(plan.output.sample, files, work)
+    weights = check_pretrained(work.config, args.init_from)
+    write_text = text_writer(args.sample, args, work)
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
@@ -52,16 +52,16 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         apply_recompute(model, work.recompute, fp8, work.compiled)
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)
-        materialize(model, device, files.seed, weights)
+        materialize(model, device, args.seed, weights)
         optimizer = build_optimizer(model, plan.optimizer)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch)
-        micro_batches = batches(data, samples, device, files.n_workers)
+        micro_batches = batches(data, samples, device, args.n_workers)
         passes = loop.build_passes(run, model, micro_batches)
         step = loop.build_step(run, model, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)
         loop.measure(run, model, optimizer, step, evaluate, saver)
-        if plan.output.export:
+        if args.export:
             save_pretrained(model, run.directory / "export")
         text = write_text and write_text(model, device)
         loop.observe_kernels(run, step)

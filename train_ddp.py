@@ -33,17 +33,17 @@ from llm_train_bench.settings.plan import Plan
 
 def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     """One run from arguments to result.json, as one of several ranks."""
-    work, files = plan.work, plan.data
+    work, args = plan.work, plan.args
     layout = ReplicaLayout()
     set_precision(work.amp, work.tf32, device)
-    torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
+    torch.manual_seed(args.seed + ranks.rank)  # dropout, which must differ between ranks
     kernel = select_attention(work, device)
-    data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
+    data, val_data = open_data(args, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
-    weights = check_pretrained(work.config, files.init_from)
-    join(ranks, device, plan.ranks.dist_timeout)
+    weights = check_pretrained(work.config, args.init_from)
+    join(ranks, device, args.dist_timeout)
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
@@ -52,17 +52,17 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         apply_recompute(model, work.recompute, fp8, work.compiled)
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)
-        materialize(model, device, files.seed, weights)
+        materialize(model, device, args.seed, weights)
         ddp = apply_ddp(model, work, device)
         optimizer = replica_optimizer(model, plan.optimizer, work, device)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, ranks.rank)
-        micro_batches = batches(data, samples, device, files.n_workers)
+        micro_batches = batches(data, samples, device, args.n_workers)
         passes = loop.build_passes(run, ddp, micro_batches, ddp.no_sync)
         step = loop.build_step(run, ddp, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)
         loop.measure(run, ddp, optimizer, step, evaluate, saver)
-        if plan.output.export:
+        if args.export:
             save_pretrained(model, run.directory / "export", write=ranks.main)
         loop.observe_kernels(run, step)
 

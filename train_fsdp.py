@@ -34,17 +34,17 @@ from llm_train_bench.settings.plan import Plan
 
 def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     """One rank's run: recompute, compile, shard, then give values; each wraps what came before."""
-    work, files = plan.work, plan.data
+    work, args = plan.work, plan.args
     layout = RankLayout(work.parallelism, ranks.rank)
     set_precision(work.amp, work.tf32, device)
-    torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
+    torch.manual_seed(args.seed + ranks.rank)  # dropout, which must differ between ranks
     kernel = select_attention(work, device)
-    data, val_data = open_data(files, work, plan.schedule.total, device, plan.packing)
+    data, val_data = open_data(args, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
-    weights = check_pretrained(work.config, files.init_from)
-    join(ranks, device, plan.ranks.dist_timeout, work.cpu_offload)
+    weights = check_pretrained(work.config, args.init_from)
+    join(ranks, device, args.dist_timeout, work.cpu_offload)
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
@@ -53,17 +53,17 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         apply_recompute(model, work.recompute, fp8, work.compiled)
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)
-        apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), work)
-        materialize_shards(model, device, files.seed, weights, work.cpu_offload)
+        apply_fsdp(model, layout.connect(device, args.dist_timeout), work)
+        materialize_shards(model, device, args.seed, weights, work.cpu_offload)
         optimizer = build_optimizer(model, plan.optimizer)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, layout.data_rank)
-        micro_batches = batches(data, samples, device, files.n_workers)
+        micro_batches = batches(data, samples, device, args.n_workers)
         passes = loop.build_passes(run, model, micro_batches, no_sync(model, work))
         step = loop.build_step(run, model, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)
         loop.measure(run, model, optimizer, step, evaluate, saver)
-        if plan.output.export:
+        if args.export:
             save_pretrained(model, run.directory / "export", write=ranks.main)
         loop.observe_kernels(run, step)
 

@@ -282,7 +282,7 @@ def sharded(ranks, *flags, seq_len=8, config=LLAMA):
     with torch.device("meta"):
         model = Transformer(plan.work.config, seq_len)
     layout = RankLayout(plan.work.parallelism, ranks.rank)
-    apply_fsdp(model, layout.connect(CPU, plan.ranks.dist_timeout), plan.work)
+    apply_fsdp(model, layout.connect(CPU, plan.args.dist_timeout), plan.work)
     materialize_shards(model, CPU, 0)
     return model, build_optimizer(model, plan.optimizer)
 
@@ -353,7 +353,7 @@ def hsdp_timeouts(ranks) -> list[float]:
         argv = [LLAMA, flag, "2", "--dist-timeout", "7"]
         plan = plan_of(argv, "train_fsdp.py", ranks.world, "cpu")
         layout = RankLayout(plan.work.parallelism, ranks.rank)
-        meshes = layout.connect(CPU, plan.ranks.dist_timeout)
+        meshes = layout.connect(CPU, plan.args.dist_timeout)
         groups += [*meshes["dense"].get_all_groups(), *layout.groups.values()]
     return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 

@@ -30,7 +30,6 @@ from llm_train_bench.apply.precision import autocast, set_weights
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.formulas.collectives import tokens_sent
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.fsdp import apply_fsdp
 from llm_train_bench.parallel.layout import RankLayout
@@ -56,20 +55,18 @@ class _EvenLayout(RankLayout):
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
     """Peak bytes of a rank, optimizer state included; in a pipeline of group `pp_rank`."""
     assert not work.compiled and not work.fp8 and work.parallelism.virtual == 1
-    rank = pp_rank * work.parallelism.ranks if pp_rank else 0
+    rank = pp_rank * work.parallelism.ranks
     with _fake_ranks(work.world, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
-            even = _EvenLayout(work, rank) if work.fsdp else None
-            layers = work.stage_layers(pp_rank) if work.parallelism.pp > 1 else None
-            config, seq_len, layout = work.config, work.batch.seq_len, even or ALONE
+            even, layers = _EvenLayout(work, rank), work.stage_layers(pp_rank)
             kernel = work.attention._replace(masked="pieces")
-            model = Transformer(config, seq_len, kernel, True, layout, layers)
+            model = Transformer(work.config, work.batch.seq_len, kernel, True, even, layers)
         set_weights(model, work)
         apply_kernels(model, work, "plain")
         apply_recompute(model, work.recompute)
         apply_offload(model, work.offload, CPU, _Elsewhere())
-        if even:
+        if work.fsdp:
             apply_fsdp(model, even.connect(CPU, 60.0), work)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -107,7 +104,7 @@ def _track(model: Transformer, work: Work, flags: OptimizerFlags | None) -> int:
                 _pipelined(model, work, inputs, labels, tracker.reset_mod_stats)
             n_micro = batch.grad_acc_steps if step else 1
             for micro in range(n_micro if layout.pp == 1 else 0):
-                if work.reduce_last:
+                if work.fsdp and work.fsdp.reduce_last:
                     cast(FSDPModule, model).set_requires_gradient_sync(micro == n_micro - 1)
                 with autocast("off" if fsdp else work.amp, CPU), torch.set_grad_enabled(train):
                     loss = model(inputs, labels)

@@ -13,9 +13,8 @@ from llm_train_bench.apply import data
 from llm_train_bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import open_tokens, write_tokens
-from llm_train_bench.formulas.work import Parallelism
-from llm_train_bench.settings.flags import BatchFlags
-from llm_train_bench.settings.plan import Schedule, resolve_batch
+from llm_train_bench.formulas.work import Batch
+from llm_train_bench.settings.plan import Schedule
 from tests.helpers import config, only_result, train_main, words
 from tests.helpers import plan_of as plan_for
 
@@ -23,8 +22,8 @@ CPU = torch.device("cpu")
 
 
 def plan_of(n_steps, accumulation, bsz, rank=0, world=1):
-    flags = BatchFlags(bsz=bsz, grad_acc_steps=accumulation)
-    return data.sample_plan(Schedule(0, n_steps), resolve_batch(flags, 1, Parallelism(world)), rank)
+    batch = Batch(bsz, accumulation, world, bsz * accumulation * world, 1, 0)
+    return data.sample_plan(Schedule(0, n_steps), batch, rank)
 
 
 @pytest.fixture
@@ -251,7 +250,7 @@ def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
     flags = words("x --bsz 8 --seq-len 4 --n-steps 10 --val-data", tmp_path / "val.bin")
     plan = plan_for(flags, config=config("llama", vocab_size=50, pad_token_id=None))
-    _, (_, firsts) = data.open_data(plan.data, plan.work, 10, CPU)
+    _, (_, firsts) = data.open_data(plan.args, plan.work, 10, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]
 
 

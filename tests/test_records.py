@@ -280,8 +280,7 @@ def plan_figures(argv: list[str]) -> Any:
     model, _, changes = model.partition("+")
     family = config(model, **json.loads(changes or "{}")) if model in FAMILIES else None
     plan = plan_of([model, *flags], script, int(ranks), config=family)
-    work, parallelism = plan.work, plan.work.parallelism
-    sizes = work.config, work.batch.seq_len
+    work, sizes = plan.work, (plan.work.config, plan.work.batch.seq_len)
     flops = [flops_per_token(*sizes, causal, work.pass_type) for causal in (False, True)]
     fp8 = mock.Mock(n_parameters=1e6, emulated=False) if work.fp8 else None
     on_h100 = mock.Mock(fp8=fp8, device=mock.Mock(roof_bf16_tflops=700.0, roof_fp8_tflops=1200.0))
@@ -291,9 +290,9 @@ def plan_figures(argv: list[str]) -> Any:
     return {
         "n": count_parameters(work.config), "palm": flops[0], "causal": flops[1],
         "matmul": matmul_flops, "ideal_s": ideal_s, "batch": work.batch, "schedule": plan.schedule,
-        "blocks": work.recompute.blocks, "shards": parallelism.shards, "layers": parallelism.layers,
-        "known": begun.metrics.model_dump(),
-        "memory": [estimate_memory(work, pp_rank=stage) for stage in range(parallelism.pp)],
+        "blocks": work.recompute.blocks, "shards": work.parallelism.shards,
+        "layers": work.parallelism.layers, "known": begun.metrics.model_dump(),
+        "memory": [estimate_memory(work, pp_rank=stage) for stage in range(work.parallelism.pp)],
     }  # fmt: skip
 
 

@@ -23,8 +23,6 @@ from llm_train_bench.settings.flags import (
     LEARNT,
     SPEED,
     Args,
-    BatchFlags,
-    PeakFlags,
     Script,
     defaults,
     flag_of,
@@ -201,11 +199,11 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
     """
     find_trainer(wanted.trainer)
     plain = changed()
-    batch, price = plain.part(BatchFlags), plain.part(PeakFlags).usd_per_hour
-    seq_len, gpus = resolve_seq_len(batch.seq_len, config), wanted.gpus
+    price, gpus = plain.usd_per_hour, wanted.gpus
+    seq_len = resolve_seq_len(plain.seq_len, config)
     # About four million tokens, in as many samples for each GPU.
     each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
-    sizes = {"global_bsz": batch.global_bsz or gpus * each, "seq_len": seq_len}
+    sizes = {"global_bsz": plain.global_bsz or gpus * each, "seq_len": seq_len}
     usual, learnt = defaults(Args), {"layers", *of_kind(LEARNT, SPEED)} - {*CHOSEN, "seq_len"}
     given = {k: v for k, v in vars(plain).items() if k in learnt and v != usual[k]}
     flags = " ".join([config.path, "--seq-len", str(seq_len), "--pt-compile", *to_argv(given)])

@@ -166,10 +166,10 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     speed = estimate_speed(work, gpu)
     per_second = batch.tokens_per_step / speed.step_s
     flops = step_flops_per_token(work, causal=False)
-    price = plan.peaks.usd_per_hour or gpu.usd_per_hour
+    price = plan.args.usd_per_hour or gpu.usd_per_hour
     watts = BUSY * gpu.tdp_w * world
     seconds = wanted.tokens / per_second if wanted.tokens else None
-    peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
+    peak = (plan.args.peak_tflops or gpu.bf16_tflops) * 1e12
     return Estimate(
         gpu=gpu.name,
         gpus=world,
@@ -211,13 +211,12 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
             raise UsageError(f"estimate_step: {name} is only for estimate.py")
     words = [os.fspath(config), *to_argv(asked)]
     args = parse_dataclass(EstimateArgs, words, "estimate_step")
-    wanted = args.part(EstimateFlags)
-    script = script_of(args.pp, wanted)
+    script = script_of(args.pp, args)
     refuse_foreign(given_fields(words), script)
-    device = device_of(gpu, wanted)
+    device = device_of(gpu, args)
     has = {"memory_gib": device.memory_gib, "native_amp": device.native_amp}
-    plan = plan_by(wanted.trainer, args, script, wanted.gpus, device.platform, **has)
-    return make_estimate(plan, wanted, device)
+    plan = plan_by(args.trainer, args, script, args.gpus, device.platform, **has)
+    return make_estimate(plan, args, device)
 
 
 def script_of(pp: int | None, wanted: EstimateFlags) -> Script:

@@ -83,6 +83,5 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
                 f"--fp8-recipe {recipe} is of {backend}, not --fp8-backend {args.fp8_backend}"
             )
         work = dataclasses.replace(work, fp8=Fp8Work(backend, recipe))
-    if args.lora_rank:
-        work = dataclasses.replace(work, lora=resolve_lora(args.part(LoraFlags), work))
+    work = dataclasses.replace(work, lora=resolve_lora(args, work))
     return dataclasses.replace(plan, work=work)

@@ -40,17 +40,16 @@ def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
     """Bytes that a rank hands to collectives in a step, by kind; `pp_rank`: its pipeline group."""
     if work.fsdp:
         return fsdp_bytes(work, pp_rank) if work.world > 1 else {}
-    weights = work.lora.weights if work.lora else learnt_weights(work.config)
-    return ddp_bytes(weights, work) if work.ddp else {}
+    return ddp_bytes(work.lora.weights if work.lora else learnt_weights(work.config), work)
 
 
 def ddp_bytes(weights: Sequence[Weight], work: Work) -> dict[str, int]:
-    """DDP reduces each gradient once per step; without gradients nothing."""
-    if work.world == 1 or not work.trains:
+    """DDP reduces each gradient once per step; without gradients, or without DDP, nothing."""
+    if work.ddp is None or work.world == 1 or not work.trains:
         return {}
     numbers = sum(math.prod(weight.shape) for weight in weights)
     moved = {"all_reduce": numbers * work.reduce_bytes}
-    if work.zero1 and work.pass_type == "step":  # the updated shares, rows padded
+    if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
         shapes = (weight.shape for weight in weights)
         padded = (-(-rows // work.world) * work.world * math.prod(rest) for rows, *rest in shapes)
         moved["all_gather"] = 4 * sum(padded)
@@ -98,17 +97,17 @@ def fsdp_bytes(work: Work, pp_rank: int = 0) -> dict[str, int]:
     meshes, besides what tokens move. In a pipeline the bytes are of one of its groups of ranks, which
     gathers and reduces its stages once a step.
     """
-    fsdp, parallel, config = work.fsdp, work.parallelism, work.config
-    n_micro = work.batch.grad_acc_steps
+    parallel, config, n_micro = work.parallelism, work.config, work.batch.grad_acc_steps
     micro_steps = 1 if parallel.pp > 1 else n_micro
-    reductions = 1 if work.reduce_last else micro_steps
+    reshard = work.fsdp is not None and work.fsdp.reshard
+    reductions = 1 if work.fsdp and work.fsdp.reduce_last else micro_steps
     moved: Counter[str] = Counter()
     partial, layers = 0, work.layers_of(pp_rank)
     weights = [*learnt_weights(config), *(work.lora.weights if work.lora else ())]
     for part in rank_weights(weights, config, parallel, pp_rank):
         block = part.weight.layer is not None
         gathered, reduced, replicated = _fsdp_bytes_of(work, part)
-        gathers = 2 if block and work.trains and fsdp and fsdp.reshard else 1
+        gathers = 2 if block and work.trains and reshard else 1
         moved["all_gather"] += micro_steps * gathers * gathered
         moved["reduce_scatter"] += reductions * reduced
         moved["all_reduce"] += reductions * replicated
@@ -132,8 +131,8 @@ def rank_weights(
     weights: Iterable[Weight], config: ModelConfig, parallel: Parallelism, pp_rank: int
 ) -> Iterator[RankWeight]:
     """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
-    last = config.num_hidden_layers - 1
-    layers = set(parallel.layers_of(config.num_hidden_layers, pp_rank))
+    n, last = config.num_hidden_layers, config.num_hidden_layers - 1
+    layers = {i for stage in parallel.stages_of(pp_rank) for i in parallel.stage_layers(n, stage)}
     roots = {"embed", "positions"} if 0 in layers else set()
     if last in layers:
         roots |= {"norm", "lm_head"} | ({"embed"} if config.tie_word_embeddings else set())

@@ -17,7 +17,7 @@ from llm_train_bench.formulas.collectives import (
     rank_matrices,
     tokens_sent,
 )
-from llm_train_bench.formulas.work import OUR_TRAINER, Work, alike
+from llm_train_bench.formulas.work import OUR_TRAINER, Work, alike, block_parameters
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.shapes import present
 
@@ -87,8 +87,9 @@ def estimate_memory(
         return max(estimates, key=lambda estimate: estimate.peak)
     sizes = _Sizes(work)
     parameters, gradients, optimizer = _lasting(work, sizes)
-    host = parameters + optimizer + gradients if work.cpu_offload else 0.0
+    host = 0.0
     if work.cpu_offload:
+        host = parameters + optimizer + gradients
         parameters = optimizer = gradients = 0.0
     # Freed memory stays with the stream it was for: gathering and reducing have one each.
     passed = sizes.width + (work.reduce_bytes if train else 0) if fsdp else 0
@@ -97,7 +98,7 @@ def estimate_memory(
     several = work.batch.grad_acc_steps > 1
     whole_weights = bool(fsdp) and work.trainer.zero < 3
     lasting += gradients if several or work.ddp or whole_weights else 0.0
-    if several and train and work.reduce_last:  # whole gradients take the place of shards
+    if several and train and fsdp and fsdp.reduce_last:  # whole gradients take the place of shards
         whole = (work.reduce_bytes if sizes.width == 2 else 4) * (sizes.root + sizes.blocks_here)
         lasting += whole - gradients
 
@@ -130,9 +131,8 @@ def estimate_memory(
     if fsdp:
         # Gradients of embedding and head are reduced together, last of all.
         at_end += sizes.root * (width + work.reduce_bytes) * learns
-        at_end -= (
-            0.0 if work.cpu_offload else work.weight_bytes * sizes.root / parallel.shards * learns
-        )
+        if not work.cpu_offload:
+            at_end -= work.weight_bytes * sizes.root / parallel.shards * learns
         if parallel.dp_replicate > 1 and work.reduce_bytes != work.weight_bytes and learns:
             # What replicas reduce stays in its format until the backward is over.
             at_end += work.reduce_bytes * sizes.held
@@ -204,10 +204,11 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     """Bytes of this rank's parameters, gradients and optimizer state."""
     trainer, each, lora = work.trainer, work.weight_bytes, work.lora
     copies = trainer.weights.startswith("master")
+    zero1 = work.ddp is not None and work.ddp.zero1
     state = work.state_bytes + 4 * (work.state_bytes > 0 and copies)
     if lora:  # adapters, in fp32, are all that is learnt
         learnt = lora.numbers(sizes.layers) / work.parallelism.shards
-        share = 1 / work.world if work.zero1 else 1
+        share = 1 / work.world if zero1 else 1
         base = sizes.whole if work.fsdp and trainer.zero < 3 else sizes.held
         gradients = 4.0 * learnt * work.trains
         return lora.base_bytes * base + 4 * learnt, gradients, state * learnt * share
@@ -220,8 +221,8 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
         own = sizes.held / work.parallelism.dp_replicate if trainer.zero else sizes.whole
         return each * sizes.whole, gradients, state * own
     # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
-    share = 1 / work.world if work.zero1 or (work.ddp and trainer.zero in (1, 2)) else 1
-    copies = 4 * sizes.held * share if work.zero1 and state else 0.0
+    share = 1 / work.world if zero1 or (work.ddp and trainer.zero in (1, 2)) else 1
+    copies = 4 * sizes.held * share if zero1 and state else 0.0
     return each * sizes.held + copies, gradients, state * sizes.held * share
 
 
@@ -276,8 +277,7 @@ class _Sizes:
         kept = work.fsdp and work.trainer.zero < 3  # weights, as they are computed with
         if not kept and (parallel.shards > 1 or parallel.divided):
             self.root_gathered = self.width * self.root
-            reshard = work.fsdp and work.fsdp.reshard
-            ahead = 2 * self.block if reshard else self.blocks_here
+            ahead = 2 * self.block if work.fsdp and work.fsdp.reshard else self.blocks_here
             width = 1 if work.fp8 and work.fp8.all_gather else self.width
             self.gathered_blocks = width * ahead
         elif not kept and work.casts_weights:
@@ -296,11 +296,11 @@ def _low_precision_copies(work: Work) -> float:
     torchao keeps none. Without a backward there is nothing to keep them for.
     """
     own = work.compiled or bool(work.fp8) or work.linear == "te"
-    blocks, copies = enumerate(work.block_parameters), 0.0
+    blocks, copies = enumerate(block_parameters(work.config)), 0.0
     if work.fp8_backend != "torchao" and (work.trains or not own):
         copies = 2.0 * sum(n for i, n in blocks if not own or i not in work.recompute.blocks)
     if work.fp8_backend == "te" and not work.trains:  # for the next micro batch
-        copies += (work.batch.grad_acc_steps > 1) * sum(work.block_parameters)
+        copies += (work.batch.grad_acc_steps > 1) * sum(block_parameters(work.config))
     return copies
 
 

@@ -33,7 +33,7 @@ from llm_train_bench.formulas.flops import (
 )
 from llm_train_bench.formulas.memory_model import offloaded_bytes, states_kept
 from llm_train_bench.formulas.step_events import Around, Pieces, step_seconds
-from llm_train_bench.formulas.work import PASS_FORWARDS, Fp8Work, Work, alike
+from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike, block_parameters
 from llm_train_bench.model.weights import Weight, sharded_dimension
 
 
@@ -81,7 +81,7 @@ def least_time(work: Work, gpu: Hardware) -> float:
     The bubble of a pipeline is (p - 1) / v micro batches (Narayanan et al. 2021, section 2.2).
     """
     parallel = work.parallelism
-    piece, _ = group_pieces(work, gpu, parallel.group_of(parallel.stages - 1))
+    piece, _ = group_pieces(work, gpu, parallel.pp - 1)
     bubble = (parallel.pp - 1) / parallel.virtual * (piece.computing - piece.head)
     computing = work.batch.grad_acc_steps * piece.computing + bubble
     return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
@@ -122,7 +122,7 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
     units, after = {}, 0.0
     if work.fsdp:
         units = unit_times(work, gpu, pp_rank)
-    elif work.zero1 and work.pass_type == "step":
+    elif work.ddp and work.ddp.zero1 and work.pass_type == "step":
         size = ddp_bytes(_learnt(work), work).get("all_gather", 0)
         after = collective_time("all_gather", size, work.world, gpu.per_node, gpu)
     pieces = Pieces(
@@ -178,7 +178,7 @@ def surroundings(work: Work, gpu: Hardware) -> Around:
     size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
     if not work.ddp or not size:
         return Around()
-    bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), work.block_parameters
+    bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), block_parameters(work.config)
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
     filled = {layer: size / bucket * numbers[layer] / whole for layer in work.layers}
     seconds = collective_time("all_reduce", bucket, work.world, gpu.per_node, gpu)
@@ -211,7 +211,7 @@ def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
     weight = work.weight_bytes
     each = 3 * weight + 2 * work.state_bytes
     each += 8 * (work.trainer.weights == "master")
-    share = 1 / work.world if work.zero1 else 1
+    share = 1 / work.world if work.ddp and work.ddp.zero1 else 1
     return (each * share + 3 * weight) * numbers / gpu.memory_rate + _muon_time(work, gpu)
 
 
@@ -263,7 +263,7 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
     part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0, "cheap": 0.0}[policy]
     own = [weight for weight in work.lora.weights if weight.layer == layer] if work.lora else ()
     adapters = sum(
-        matmul_time(work, work.gathered_tokens, rows, width, None, gpu)
+        matmul_time(work, work.gathered_tokens, rows, width, False, gpu)
         for rows, width in (weight.shape for weight in own)
     )
     gradients = 1 if work.lora else 2  # of inputs, and of weights
@@ -277,7 +277,7 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
 def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     """Seconds of the head's matmuls, and of the loss over its logits, both passes of a micro batch."""
     rows = work.config.padded_vocab_size
-    one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, None, gpu)
+    one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, False, gpu)
     eager = 26 if work.matmul_bytes == 2 else 32  # bytes a logit of the loss and its gradient
     loss = work.own_tokens * rows * (8 if work.compiled else eager)
     passes = PASS_FORWARDS[work.pass_type] - bool(work.lora and work.trains)
@@ -312,14 +312,13 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
     return moved / gpu.memory_rate, held
 
 
-def matmul_time(
-    work: Work, m: float, n: float, k: float, fp8: Fp8Work | None, gpu: Hardware
-) -> float:
+def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware) -> float:
     """Seconds of one (m, k) x (k, n) matmul, and of casting its inputs to FP8."""
     c, width = gpu.constants, work.matmul_bytes
+    recipe = work.fp8.recipe if work.fp8 else ""
     if fp8:
-        peak = gpu.fp4_tflops if fp8.recipe == "nvfp4" else gpu.fp8_tflops
-        measured = gpu.measured_fp8_tflops if fp8.recipe != "nvfp4" else None
+        peak = gpu.fp4_tflops if recipe == "nvfp4" else gpu.fp8_tflops
+        measured = gpu.measured_fp8_tflops if recipe != "nvfp4" else None
         rate = measured or (peak or gpu.bf16_tflops) * c.fp8_of_peak
     elif work.amp == "off" and not work.tf32:
         rate = gpu.fp32_tflops * c.fp32_of_peak
@@ -339,7 +338,7 @@ def matmul_time(
     elif fp8:
         # Both inputs are read for their scale, then read and written in 8 bits. Rowwise scaling
         # does so twice: the backward needs them scaled along the other side.
-        passes = 2 if fp8.recipe.startswith("rowwise") else 1
+        passes = 2 if recipe.startswith("rowwise") else 1
         seconds += passes * (m * k + k * n) * (2 + 2 + 1) / gpu.memory_rate
     return seconds
 
@@ -359,14 +358,14 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
             n, k = weight.shard(work.parallelism).sizes
             # What every tp rank has whole sees its own tokens.
             tokens = work.own_tokens if weight.split is None else work.gathered_tokens
-            one = matmul_time(work, tokens, n, k, work.fp8 if converted else None, gpu)
+            one = matmul_time(work, tokens, n, k, converted, gpu)
             seconds, last = seconds + one, one if weight.module == "mlp.down" else last
             continue
         # Each rank gets as many rows as it sends; an expert's last tile is filled up.
         rows = work.expert_rows
         number, n, k = weight.shard(work.parallelism).sizes
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
-        whole = matmul_time(work, rows * filled, n, k, work.fp8 if converted else None, gpu)
+        whole = matmul_time(work, rows * filled, n, k, converted, gpu)
         weights = number * n * k * (1 if converted else work.matmul_bytes) / gpu.memory_rate
         seconds += max(whole, weights)
     return seconds, last
@@ -374,22 +373,18 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
 
 def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Seconds of a layer's attention, or of its states in fp32; forward and backward."""
-    config, amp, c = work.config, work.amp, gpu.constants
+    config, amp, c, tp = work.config, work.amp, gpu.constants, work.parallelism.tp
     spec = config.layers[layer]
     if spec.mixer is None:
         return 0.0, 0.0
     if spec.mixer == "recurrent":
-        each = (
-            recurrent_flops_per_token(config, work.batch.lengths, causal=False)
-            / work.parallelism.tp
-        )
+        each = recurrent_flops_per_token(config, work.batch.lengths, causal=False) / tp
         seconds = work.gathered_tokens * each / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
         return seconds, 2 * seconds
     cudnn = c.cudnn_forward and amp != "off" and work.attention.causal in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = spec.window
     keys = attended_keys(work.batch.lengths, window, causal=True)
-    tp = work.parallelism.tp
     flops = work.gathered_tokens * attention_width(config) * keys / tp
     if cudnn and not work.batch.documents and (window is None or window >= work.batch.seq_len):
         parts = c.cudnn_forward, c.cudnn_backward

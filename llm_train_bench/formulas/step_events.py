@@ -113,9 +113,9 @@ def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
     if work.trains:
         reshard = bool(work.fsdp and work.fsdp.reshard) and not whole
         passes.append(("backward", layers[::-1], pieces.backward, reshard))
-    n_micro = work.batch.grad_acc_steps
+    n_micro, reduce_last = work.batch.grad_acc_steps, work.fsdp and work.fsdp.reduce_last
     for micro in range(n_micro):
-        reduces = micro + 1 == n_micro or not (work.reduce_last or trainer.zero < 2)
+        reduces = micro + 1 == n_micro or not (reduce_last or trainer.zero < 2)
         fetches = micro == 0 or not whole
         ready = clock.run(0, "network", fetches * units[-1][0], end)  # all but blocks
         for name, order, seconds, again in passes:
@@ -195,7 +195,7 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
     gathered = [0.0] * stages
     seconds: list[tuple[float, float]] = []
     for stage in range(stages):
-        group, layers = parallel.group_of(stage), work.stage_layers(stage)
+        group, layers = stage % pp, work.stage_layers(stage)
         piece = pieces[group]
         if stage < pp:
             clock.run(group, "network", piece.units[-1][0])  # gather all but blocks

@@ -70,15 +70,12 @@ class Fp8Work:
 
 @dataclasses.dataclass(frozen=True)
 class Ddp:
-    """DDP's buckets [MiB], and the format in which gradients are reduced.
-
-    The buckets hold the gradients all the time. With `zero1` each rank has a share of the optimizer's
-    state.
-    """
+    """DDP's buckets [MiB], which hold the gradients all the time, and how these are reduced."""
 
     bucket_cap_mb: float = 25.0
     reduce_dtype: str = "fp32"
     zero1: bool = False
+    """Whether each rank has a share of the optimizer's state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,20 +94,18 @@ class FsdpOptions:
 class Parallelism:
     """How many ranks share out what, in torchtitan's words; all are 1 on one device.
 
-    World = dp_replicate x dp_shard x cp x tp x pp. FSDP shards over dp_shard x cp ranks. The ep ranks are
-    among all dp_shard x cp x tp of a replica.
+    World = dp_replicate x dp_shard x cp x tp x pp. DDP only replicates. FSDP shards over dp_shard x cp
+    ranks. ep ranks, of the dp_shard x cp x tp of a replica, share the experts, and pp groups the layers.
     """
 
     dp_replicate: int = 1
-    """Replicas of the model: of DDP all ranks, of HSDP those of the sharded model."""
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
     pp: int = 1
-    """Groups of ranks between which the layers are cut."""
     virtual: int = 1
-    """Stages of the pipeline that each of these groups has."""
+    """Stages of the pipeline that each of its groups has."""
     layers: tuple[int, ...] = ()
     """Blocks of each stage; empty for as equal numbers as can be."""
     ulysses: bool = True
@@ -136,12 +131,8 @@ class Parallelism:
         """Stages of the pipeline."""
         return self.pp * self.virtual
 
-    def group_of(self, stage: int) -> int:
-        """The group of ranks that has a stage of the pipeline."""
-        return stage % self.pp
-
     def stages_of(self, pp_rank: int) -> range:
-        """The stages of a group of ranks."""
+        """The stages of a group of ranks: every pp-th."""
         return range(pp_rank, self.stages, self.pp)
 
     def stage_layers(self, n: int, stage: int) -> range:
@@ -150,10 +141,6 @@ class Parallelism:
             begin = sum(self.layers[:stage])
             return range(begin, begin + self.layers[stage])
         return range(n * stage // self.stages, n * (stage + 1) // self.stages)
-
-    def layers_of(self, n: int, pp_rank: int) -> list[int]:
-        """The blocks, of `n`, of one of the groups of ranks between which a pipeline cuts the layers."""
-        return [i for stage in self.stages_of(pp_rank) for i in self.stage_layers(n, stage)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -165,7 +152,8 @@ def _layer_kinds(config: ModelConfig) -> list[tuple[Any, ...]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _block_parameters(config: ModelConfig) -> list[int]:
+def block_parameters(config: ModelConfig) -> list[int]:
+    """Numbers in the matrices of each block."""
     layers = range(config.num_hidden_layers)
     return [sum(math.prod(weight.shape) for weight in config.matrices(i)) for i in layers]
 
@@ -213,19 +201,9 @@ class Trainer:
     """Whether the loss sees logits in `chunks`, a micro batch's `whole`, or these `fused`: in place."""
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of a weight as it is trained."""
-        return 4 if self.weights == "fp32" else 2
-
-    @property
     def modules(self) -> bool:
         """Whether layers are Transformer Engine's modules."""
         return self.layers.startswith("te")
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of a gradient as it is kept."""
-        return 4 if self.weights in ("fp32", "master") else 2
 
 
 OUR_TRAINER = Trainer()
@@ -284,7 +262,7 @@ class Work:
         if moments is None:
             tables = (2 - self.config.tie_word_embeddings) * self.config.padded_vocab_size
             rest = tables * self.config.hidden_size
-            moments = 1 + rest / (rest + sum(self.block_parameters))
+            moments = 1 + rest / (rest + sum(block_parameters(self.config)))
         kind = "bf16" if self.bf16_weights else self.trainer.moments
         return moments * {"fp32": 4, "bf16": 2, "8bit": 1}[kind]
 
@@ -317,19 +295,9 @@ class Work:
         )
 
     @property
-    def zero1(self) -> bool:
-        """Whether DDP's ranks share the optimizer's state."""
-        return self.ddp is not None and self.ddp.zero1
-
-    @property
     def cpu_offload(self) -> bool:
         """Whether FSDP keeps parameters, gradients and the optimizer's state in the host's memory."""
         return self.fsdp is not None and self.fsdp.cpu_offload
-
-    @property
-    def reduce_last(self) -> bool:
-        """Whether FSDP reduces gradients after the last micro batch alone."""
-        return self.fsdp is not None and self.fsdp.reduce_last
 
     @property
     def reduce_bytes(self) -> int:
@@ -340,12 +308,13 @@ class Work:
     @property
     def weight_bytes(self) -> int:
         """Bytes of a weight that is trained."""
-        return 2 if self.bf16_weights else self.trainer.weight_bytes
+        return 4 if self.trainer.weights == "fp32" and not self.bf16_weights else 2
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of a gradient that is kept between micro batches."""
-        return 2 if self.bf16_weights else self.trainer.gradient_bytes
+        exact = self.trainer.weights in ("fp32", "master")
+        return 4 if exact and not self.bf16_weights else 2
 
     @property
     def matmul_bytes(self) -> int:
@@ -404,12 +373,9 @@ class Work:
 
     def layers_of(self, pp_rank: int) -> list[int]:
         """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
-        return self.parallelism.layers_of(self.config.num_hidden_layers, pp_rank)
-
-    @property
-    def block_parameters(self) -> list[int]:
-        """Numbers in the matrices of each block."""
-        return _block_parameters(self.config)
+        return [
+            i for stage in self.parallelism.stages_of(pp_rank) for i in self.stage_layers(stage)
+        ]
 
     def with_micro_batch(self, bsz: int) -> "Work":
         """The same step with another micro batch; only memory formulas may ask, totals stay."""

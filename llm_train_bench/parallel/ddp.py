@@ -79,7 +79,7 @@ def replica_optimizer(
     model: Transformer, flags: OptimizerFlags | None, work: Work, device: torch.device
 ) -> torch.optim.Optimizer | None:
     """A replica's optimizer: whole, or with --zero1 a share of it."""
-    if work.zero1 and flags is not None:
+    if work.ddp and work.ddp.zero1 and flags is not None:
         return Zero1(model, flags, device)
     return build_optimizer(model, flags)
 

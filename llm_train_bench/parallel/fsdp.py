@@ -108,7 +108,7 @@ def no_sync(model: nn.Module, work: Work) -> Callable[[], contextlib.AbstractCon
         yield
         cast(FSDPModule, model).set_requires_gradient_sync(True)
 
-    return unreduced if work.reduce_last else contextlib.nullcontext
+    return unreduced if work.fsdp and work.fsdp.reduce_last else contextlib.nullcontext
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from llm_train_bench.parallel.fsdp import whole
 from llm_train_bench.parallel.ranks import collective_timeout
 
 _c10d = torch.ops._c10d_functional
+_GATHER, _SCATTER = _c10d.all_gather_into_tensor, _c10d.reduce_scatter_tensor
 
 
 def set_timeouts(mesh: DeviceMesh, device: torch.device, timeout_s: float) -> None:
@@ -51,13 +52,11 @@ class _Collective(torch.autograd.Function):
 
 
 def _all_gather(x: Tensor, n: int, group: str) -> Tensor:
-    gather, scatter = _c10d.all_gather_into_tensor, _c10d.reduce_scatter_tensor
-    return _Collective.apply(x, gather, (n, group), scatter, ("sum", n, group))
+    return _Collective.apply(x, _GATHER, (n, group), _SCATTER, ("sum", n, group))
 
 
 def _reduce_scatter(x: Tensor, n: int, group: str) -> Tensor:
-    gather, scatter = _c10d.all_gather_into_tensor, _c10d.reduce_scatter_tensor
-    return _Collective.apply(x, scatter, ("sum", n, group), gather, (n, group))
+    return _Collective.apply(x, _SCATTER, ("sum", n, group), _GATHER, (n, group))
 
 
 class _Sent(torch.autograd.Function):
@@ -263,13 +262,13 @@ class RankLayout(ReplicaLayout):
     def _gathering(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to gather own tokens (B, t, d) of the tp ranks."""
         x = x.transpose(0, 1).contiguous()
-        coming = _c10d.all_gather_into_tensor(x, self.tp, self.names["tp"])
+        coming = _GATHER(x, self.tp, self.names["tp"])
         return lambda: _c10d.wait_tensor(coming).transpose(0, 1)
 
     def _scattering(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to add up the tp ranks' (B, T, d), for the sums of own tokens."""
         x = x.transpose(0, 1).contiguous()
-        coming = _c10d.reduce_scatter_tensor(x, "sum", self.tp, self.names["tp"])
+        coming = _SCATTER(x, "sum", self.tp, self.names["tp"])
         return lambda: _c10d.wait_tensor(coming).transpose(0, 1)
 
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:

@@ -66,10 +66,10 @@ class Pipeline(HasWeights):
         for number, stage in zip(self.numbers, self.stages, strict=True):
             if number:
                 x = boundary(self.work, tokens.device)
-                dist.recv(x, group=group, group_src=parallel.group_of(number - 1))
+                dist.recv(x, group=group, group_src=(number - 1) % parallel.pp)
             x = stage(x, labels, documents)
             if number < parallel.stages - 1:
-                there = parallel.group_of(number + 1)
+                there = (number + 1) % parallel.pp
                 dist.send(x.detach().contiguous(), group=group, group_dst=there)
         return x * parallel.pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
 

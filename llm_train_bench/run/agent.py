@@ -38,7 +38,6 @@ from llm_train_bench.run.checkpoint.durable import SAVE_S
 from llm_train_bench.run.launch import check_started_by_launcher
 from llm_train_bench.run.signals import ENDING, Heard, handled_by, ignore
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import RankFlags
 
 # torch wraps methods of its agent in a decorator without types.
 TorchAgent: Any = LocalElasticAgent
@@ -205,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         args = parse_args(options.training_script_args, prog)
-        check_started_by_launcher(args.part(RankFlags))
+        check_started_by_launcher(args)
         return run_agent(configure, prog, args.save_every > 0)
     except (UsageError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)

@@ -64,7 +64,7 @@ def train_planned(train: Callable[..., None], argv: Sequence[str], prog: str, ra
     """Resolve the arguments into a plan, and call `train(plan, device, ranks)`."""
     args = parse_args(argv, prog)
     if not failures.has_parent():
-        check_started_by_launcher(args.part(RankFlags))
+        check_started_by_launcher(args)
     if not args.save_every:
         start.refuse_wishes()
     device = pick_device(args.device, ranks.local_rank)

@@ -12,6 +12,7 @@ from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.flops import step_flops_per_token
+from llm_train_bench.formulas.work import block_parameters
 from llm_train_bench.model.onednn import available, faster_linear
 from llm_train_bench.model.operators import taken
 from llm_train_bench.parallel.ranks import Ranks, broken_group, on_main
@@ -49,11 +50,11 @@ class Run(RunRecord):
             device,
             ranks,
             plan.schedule.total,
-            plan.output,
+            plan.args,
             step_flops_per_token(work, causal=False),
             work.compiled,
             work.cuda_graphs,
-            plan.profile.memory_snapshot,
+            plan.args.memory_snapshot,
         )
         self.plan, self.attempt = plan, attempt
         self.saved_at: float | None = None  # when the loop had waited for the last save
@@ -72,7 +73,7 @@ class Run(RunRecord):
         super().open()
         self.hang = None
         if self.ranks.world > 1:
-            limit = patience(self.device, self.plan.ranks.dist_timeout)
+            limit = patience(self.device, self.plan.args.dist_timeout)
             self.hang = HangWatch(self._end_hanging, limit, broken_group)
         if self.file and not self.output.quiet:
             print_header(self.result, self.plan.work)
@@ -96,7 +97,7 @@ class Run(RunRecord):
         for or chosen. UsageError where this PyTorch lacks oneDNN.
         """
         work, before = self.plan.work, self.attempt.manifest
-        small = 6 * sum(work.block_parameters) * work.batch.micro_tokens < SMALL_STEP
+        small = 6 * sum(block_parameters(work.config)) * work.batch.micro_tokens < SMALL_STEP
         way = (before and before.linear) if work.linear == "auto" else work.linear
         if work.linear == "auto" and way is None and not small:
             config = work.config
@@ -168,7 +169,7 @@ class Run(RunRecord):
         self.count(error)
         if r.profile and m.step_time_median_s:
             r.profile.slowdown = r.profile.step_time_s / m.step_time_median_s
-        if self.plan.saving.save_every or self.attempt.checkpoint:
+        if self.plan.args.save_every or self.attempt.checkpoint:
             with contextlib.suppress(OSError, ValueError, LookupError):  # files of other programs
                 runs = attempts(self.directory.parent, self.attempt.lineage.name)
                 runs = [*lineage_before(runs, r), self.directory]

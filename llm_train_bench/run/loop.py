@@ -55,10 +55,10 @@ def measure(
     """
     schedule, work = run.plan.schedule, run.plan.work
     captures = build_capture(run, model)
-    looks = (run.device.type == "cuda" or run.plan.profile.memory_snapshot) and not work.cuda_graphs
+    looks = (run.device.type == "cuda" or run.plan.args.memory_snapshot) and not work.cuda_graphs
     memory = MemoryReport(run.result, run.log, schedule, looks, model, optimizer)
     watchers = [memory, *captures]
-    eval_every, m = run.plan.data.eval_every, run.result.metrics
+    eval_every, m = run.plan.args.eval_every, run.result.metrics
     m.val_loss_before = evaluate()
     # Forward passes name their block themselves.
     listening = saver.listening() if saver else contextlib.nullcontext()
@@ -119,7 +119,7 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
     """
     schedule = run.plan.schedule
     observed = schedule.profiler == "torch"  # in the captured steps
-    if run.plan.profile.no_observe or observed or schedule.total <= schedule.start:
+    if run.plan.args.no_observe or observed or schedule.total <= schedule.start:
         return
     run.count()
 

@@ -18,6 +18,7 @@ from llm_train_bench.base import hardware
 from llm_train_bench.base.files import CREDENTIALS, ROOT, SECRET
 from llm_train_bench.base.machine import cpu_name, installed_version, n_cores, output_of
 from llm_train_bench.compare.setting import setting_name
+from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_version
@@ -61,7 +62,7 @@ def open_result(
         started_at=now(),
         args=dataclasses.asdict(plan.args) | resolved,
         model=describe_model(config),
-        device=describe_device(device, work.world, plan.peaks.peak_tflops),
+        device=describe_device(device, work.world, plan.args.peak_tflops),
         batch=StepSize(**{name: getattr(work.batch, name) for name in StepSize.model_fields}),
         fp8=fp8,
         attention_kernel=attention_kernel,
@@ -69,14 +70,15 @@ def open_result(
         lineage=lineage,
         environment=describe_environment(device),
     )
-    for note in (*plan.notes, *_notes(work, plan.schedule, plan.profile.memory_snapshot, device)):
+    for note in (*plan.notes, *_notes(work, plan.schedule, plan.args.memory_snapshot, device)):
         result.remark(note)
     m, parallel = result.metrics, work.parallelism
+    moved = traffic(work)
     if work.ddp or work.fsdp:
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-            setattr(m, f"{kind}_bytes", plan.traffic.get(kind, 0))
+            setattr(m, f"{kind}_bytes", moved.get(kind, 0))
     if parallel.pp > 1:
-        m.send_bytes = plan.traffic.get("send", 0)
+        m.send_bytes = moved.get("send", 0)
         m.pipeline_bubble_ideal = (parallel.pp - 1) / (parallel.virtual * work.batch.grad_acc_steps)
     return result
 

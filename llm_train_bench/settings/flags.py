@@ -12,12 +12,10 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.number_text import parse_number
-
-Group = TypeVar("Group")
 
 
 class Script(enum.StrEnum):
@@ -452,10 +450,6 @@ class Args(  # dataclasses take fields from the last base first
     BatchFlags, ModelFlags,
 ):  # fmt: skip
     """Train a language model for some steps and report its speed."""
-
-    def part(self, group: type[Group]) -> Group:
-        """One group of the flags."""
-        return group(**{name: getattr(self, name) for name in inspect.get_annotations(group)})
 
 
 @functools.cache

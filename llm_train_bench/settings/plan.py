@@ -1,12 +1,11 @@
 """The plan of a run: what flags, config and world mean together, resolved once. Needs no torch.
 
 Every entrypoint, estimate.py and each cell of a sweep make it in one call. It refuses what does not
-fit together; every room below takes the slice that it needs. Memory it judges for --bsz auto alone.
+fit together. Memory it judges for --bsz auto alone.
 """
 
 import contextlib
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from typing import Literal
 from llm_train_bench.base.documents import Packing, count_lengths, make_packing
 from llm_train_bench.base.errors import DoesNotFit, UsageError
 from llm_train_bench.base.machine import MULTIPLY, SLOW_FORMAT, Platform, cpu_multiplies
-from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.work import (
     Batch,
@@ -38,17 +36,7 @@ from llm_train_bench.settings.flags import (
     SHARDED,
     USUAL_STAGES,
     Args,
-    BatchFlags,
-    DataFlags,
-    Fp8Flags,
-    FsdpFlags,
-    LoraFlags,
     OptimizerFlags,
-    OutputFlags,
-    PeakFlags,
-    ProfileFlags,
-    RankFlags,
-    SaveFlags,
     Script,
 )
 from llm_train_bench.settings.rules import broken_rule
@@ -117,14 +105,9 @@ class Schedule:
         return "measure" if step < self.window_end else "profile"
 
 
-def _part(group: type) -> property:
-    """The plan's slice of one group of the flags."""
-    return property(lambda plan: plan.args.part(group), doc=group.__doc__)
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One run, resolved. `args` are kept for the record alone; functions take one of the parts."""
+    """One run, resolved. `args` are all flags; a function elsewhere takes the group that it needs."""
 
     script: Script
     args: Args
@@ -141,18 +124,10 @@ class Plan:
         memory = estimate_memory(work, fused_norm=self.platform != "cpu")
         return memory.peak if self.platform == "cpu" else memory.on_device(work.world)
 
-    @functools.cached_property
-    def traffic(self) -> dict[str, int]:
-        """Bytes per rank and step handed to collectives, by kind."""
-        return traffic(self.work)
-
-    data, output, saving = _part(DataFlags), _part(OutputFlags), _part(SaveFlags)
-    profile, ranks, peaks = _part(ProfileFlags), _part(RankFlags), _part(PeakFlags)
-
     @property
     def optimizer(self) -> OptimizerFlags | None:
         """The optimizer and its schedule; None where a step has none."""
-        return self.args.part(OptimizerFlags) if self.work.pass_type == "step" else None
+        return self.args if self.work.pass_type == "step" else None
 
 
 def make_plan(
@@ -179,54 +154,58 @@ def make_plan(
             return make_plan(small, script, world, platform, config, memory_gib, native_amp)
 
         return sized(1) if memory_gib is None else largest_plan(sized, args.global_bsz, memory_gib)
-    if args.route == "balanced" and "experts" not in config.parts:
-        raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
-    asked = args.amp
-    args = dataclasses.replace(args, amp=resolve_amp(args, script, config, platform, native_amp))
-    schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags), platform)
-    if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
-        schedule = Schedule(0, 0)  # only a conversion: nothing is trained
+    check_route(args, config)
+    amp = resolve_amp(args, script, config, platform, native_amp)
+    schedule = make_schedule(args, platform)
     seq_len = resolve_seq_len(args.seq_len, config)
     parallelism = resolve_parallelism(args, script, config, seq_len, world)
     fsdp, ddp = resolve_fsdp(args, script, platform), resolve_ddp(args, script)
-    batch = resolve_batch(args.part(BatchFlags), seq_len, parallelism)
-    if args.reduce_last and batch.grad_acc_steps == 1:
-        raise UsageError(
-            "--reduce-last: a step has one micro batch; raise --grad-acc-steps, or leave it out"
-        )
-    if script is Script.PP:
-        check_pipeline(parallelism, config, batch, args.global_bsz)
-    packing = None
-    if args.pack:
-        more = args.pack_lengths, args.pack_separator
-        packing = make_packing(args.data, args.data_dtype, seq_len, args.seed, *more)
-        size = batch.global_batch
-        measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
-        batch = dataclasses.replace(batch, documents=count_lengths(packing, measured))
-    flags = ("pass_type", "amp", "tf32", "optimizer", "bf16_weights")
-    same = {name: getattr(args, name) for name in flags}
+    batch = resolve_batch(args, seq_len, parallelism)
+    check_micro_batches(args, config, batch, parallelism)
+    batch, packing = pack_documents(args, batch, schedule)
     work = Work(
-        config, batch, parallelism, **same, ddp=ddp, fsdp=fsdp, balanced=args.route == "balanced",
-        offload=args.offload_activations,
+        config, batch, parallelism, amp=amp, ddp=ddp, fsdp=fsdp,
+        pass_type=args.pass_type, tf32=args.tf32, optimizer=args.optimizer,
+        bf16_weights=args.bf16_weights, offload=args.offload_activations,
+        balanced=args.route == "balanced",
         chunk_elements=chunk_elements(None if platform == "cpu" else memory_gib),
         compile_mode=args.compile_mode if args.pt_compile else None,
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
-    attention = choose_attention_kernel(args.attention, work, platform)
-    linear = resolve_linear(work, args.linear, platform)
-    lora = resolve_lora(args.part(LoraFlags), work) if args.lora_rank else None
-    fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform) if args.use_fp8 else None
-    work = dataclasses.replace(work, attention=attention, linear=linear, lora=lora, fp8=fp8)
+    work = dataclasses.replace(
+        work,
+        attention=choose_attention_kernel(args.attention, work, platform),
+        linear=resolve_linear(work, args.linear, platform),
+        lora=resolve_lora(args, work),
+        fp8=resolve_fp8_layers(args, work, platform),
+    )
+    check_dealing(work)
+    notes = note_slow_format(amp, platform, asked=args.amp)
+    args = dataclasses.replace(args, amp=amp)
+    return Plan(script, args, platform, work, schedule, packing, notes)
+
+
+def check_route(args: Args, config: ModelConfig) -> None:
+    """UsageError for a route to experts that are not there."""
+    if args.route == "balanced" and "experts" not in config.parts:
+        raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
+
+
+def check_dealing(work: Work) -> None:
+    """UsageError where experts cannot be dealt out in turn: a rank does not know its tokens' places."""
     if work.balanced and work.batch.documents and work.by_tokens:
         raise UsageError(
             "--route balanced with --pack: cp ranks that gather keys have other tokens of each sample; "
             "use --route learned, or a --cp that divides the key/value heads"
         )
-    notes = ()
-    if platform == "cpu" and work.amp in MULTIPLY and not cpu_multiplies(work.amp):
-        use = "; use --amp auto" if asked == work.amp else ""
-        notes = (f"{work.amp}: {SLOW_FORMAT}{use}",)
-    return Plan(script, args, platform, work, schedule, packing, notes)
+
+
+def note_slow_format(amp: str, platform: Platform, asked: str) -> tuple[str, ...]:
+    """A note on a format that this machine's CPU has no instructions for, if any."""
+    if platform != "cpu" or amp not in MULTIPLY or cpu_multiplies(amp):
+        return ()
+    use = "; use --amp auto" if asked == amp else ""
+    return (f"{amp}: {SLOW_FORMAT}{use}",)
 
 
 def resolve_amp(
@@ -285,15 +264,15 @@ def largest_plan(sized: Callable[[int], Plan], global_bsz: int | None, memory_gi
     return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
-def make_schedule(steps: BatchFlags, profile: ProfileFlags, platform: Platform) -> Schedule:
+def make_schedule(args: Args, platform: Platform) -> Schedule:
     """The steps of a run; UsageError for a capture that cannot be."""
-    warmup, measured = steps.warmup_steps, steps.n_steps
+    warmup, measured = args.warmup_steps, args.n_steps
     latest = warmup + measured + PROFILER_WARMUP
     captured, profiler = range(0), None
-    if profile.profile:
-        captured, profiler = range(latest, latest + profile.profile_steps), "torch"
-    elif profile.nsys_start is not None:
-        captured, profiler = range(profile.nsys_start, profile.nsys_end or 0), "nsys"
+    if args.profile:
+        captured, profiler = range(latest, latest + args.profile_steps), "torch"
+    elif args.nsys_start is not None:
+        captured, profiler = range(args.nsys_start, args.nsys_end or 0), "nsys"
         if platform == "cpu":
             raise UsageError("--nsys-start: Nsight Systems profiles GPUs; use --profile on a CPU")
         if captured.start > latest:
@@ -301,7 +280,9 @@ def make_schedule(steps: BatchFlags, profile: ProfileFlags, platform: Platform) 
                 f"--nsys-start {captured.start}: a capture may begin at step {latest} at the latest, two "
                 "steps after the measured ones"
             )
-    warmup_s = steps.warmup_seconds
+    if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
+        return Schedule(0, 0)  # only a conversion: nothing is trained
+    warmup_s = args.warmup_seconds
     if warmup_s is None:
         warmup_s = GPU_WARMUP_S if platform != "cpu" else 0.0
     return Schedule(warmup, measured, captured, profiler=profiler, warmup_s=warmup_s)
@@ -318,27 +299,38 @@ def resolve_seq_len(seq_len: int | None, config: ModelConfig) -> int:
     return seq_len or min(longest, LONGEST_DEFAULT)
 
 
-def resolve_batch(flags: BatchFlags, seq_len: int, parallelism: Parallelism) -> Batch:
+def resolve_batch(args: Args, seq_len: int, parallelism: Parallelism) -> Batch:
     """Global batch = micro batch x accumulation x ranks with data of their own, exactly.
 
     UsageError if --global-bsz does not divide.
     """
-    bsz = 1 if flags.bsz == "auto" else flags.bsz
+    bsz = 1 if args.bsz == "auto" else args.bsz
     ranks = parallelism.dp_replicate * parallelism.dp_shard
-    micro, accumulation = bsz * ranks, flags.grad_acc_steps
+    micro, accumulation = bsz * ranks, args.grad_acc_steps
     if parallelism.pp > 1 and accumulation == 1:
         accumulation = 2 * parallelism.pp  # one would leave ranks idle
-    if flags.global_bsz is not None:
-        accumulation, rest = divmod(flags.global_bsz, micro)
+    if args.global_bsz is not None:
+        accumulation, rest = divmod(args.global_bsz, micro)
         if rest or not accumulation:
-            below = flags.global_bsz // micro * micro
+            below = args.global_bsz // micro * micro
             nearest = " or ".join(str(n) for n in (below, below + micro) if n)
             raise UsageError(
-                f"--global-bsz {flags.global_bsz} is not a multiple of --bsz {bsz} x "
+                f"--global-bsz {args.global_bsz} is not a multiple of --bsz {bsz} x "
                 f"{ranks} ranks = {micro}; {nearest} would be"
             )
     size = micro * accumulation
     return Batch(bsz, accumulation, ranks, size, seq_len, size * seq_len)
+
+
+def pack_documents(args: Args, batch: Batch, schedule: Schedule) -> tuple[Batch, Packing | None]:
+    """With --pack the batch with its documents' lengths in the measured steps, and these documents."""
+    if not args.pack:
+        return batch, None
+    more = args.pack_lengths, args.pack_separator
+    packing = make_packing(args.data, args.data_dtype, batch.seq_len, args.seed, *more)
+    size = batch.global_batch
+    measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
+    return dataclasses.replace(batch, documents=count_lengths(packing, measured)), packing
 
 
 def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Recompute:
@@ -370,7 +362,7 @@ def resolve_ddp(args: Args, script: Script) -> Ddp | None:
     return Ddp(args.bucket_cap_mb, reduce_dtype, args.zero1) if script is Script.DDP else None
 
 
-def resolve_fsdp(args: FsdpFlags, script: Script, platform: Platform) -> FsdpOptions | None:
+def resolve_fsdp(args: Args, script: Script, platform: Platform) -> FsdpOptions | None:
     """How FSDP gathers and reduces; None for another script. UsageError for an offload from a CPU."""
     if script not in SHARDED:
         return None
@@ -429,10 +421,14 @@ def resolve_parallelism(
     return Parallelism(args.dp_replicate, dp_shard, cp, tp, ep, pp, *stages, ulysses)
 
 
-def check_pipeline(
-    parallelism: Parallelism, config: ModelConfig, batch: Batch, global_bsz: int | None
+def check_micro_batches(
+    args: Args, config: ModelConfig, batch: Batch, parallelism: Parallelism
 ) -> None:
-    """UsageError where the layers or the micro batches are too few for the stages."""
+    """UsageError where micro batches are too few for --reduce-last, or they or the layers for stages."""
+    if args.reduce_last and batch.grad_acc_steps == 1:
+        raise UsageError(
+            "--reduce-last: a step has one micro batch; raise --grad-acc-steps, or leave it out"
+        )
     pp, virtual, micro = parallelism.pp, parallelism.virtual, batch.grad_acc_steps
     blocks, stages, sizes = config.num_hidden_layers, parallelism.stages, parallelism.layers
     if blocks < stages:
@@ -449,8 +445,8 @@ def check_pipeline(
         few = max(1, -(-micro // pp)) * pp
         need = "a multiple of it" if virtual > 1 else "as many or more"
         use = f"--grad-acc-steps {few}"
-        if global_bsz:
-            use = f"--global-bsz {global_bsz // micro * few}, or a smaller --bsz"
+        if args.global_bsz:
+            use = f"--global-bsz {args.global_bsz // micro * few}, or a smaller --bsz"
         raise UsageError(
             f"--pp {pp}: {micro} micro batches a step, and the schedule needs {need}; use {use}"
         )
@@ -535,30 +531,33 @@ def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
         )
 
 
-def resolve_lora(flags: LoraFlags, work: Work) -> Lora:
-    """The adapters; UsageError for a family that cannot have them, and for unknown targets."""
+def resolve_lora(args: Args, work: Work) -> Lora | None:
+    """The adapters, if any; UsageError for a family that cannot have them, and for unknown targets."""
+    if (rank := args.lora_rank) is None:
+        return None
     config = work.config
     if config.model_type == "gpt2" or config.output_gate or config.recurrent:
         raise UsageError(
             f"--lora-rank: is not implemented for {config.model_type}, whose rows have another order in "
             "Hugging Face's files"
         )
-    targets = frozenset(flags.lora_targets.split(","))
+    targets = frozenset(args.lora_targets.split(","))
     known = {hf.layer for weight in adaptable(config) for hf in weight.hf}
     if unknown := targets - known - {"all"}:
         raise UsageError(
             f"--lora-targets {min(unknown)!r}: there are all, {', '.join(sorted(known))}"
         )
-    rank = flags.lora_rank or 0
     base_bytes = 2 if work.amp == "bf16" else 4
     added = tuple(adapters(config, targets, rank))
-    return Lora(rank, flags.lora_alpha or 2.0 * rank, base_bytes, added)
+    return Lora(rank, args.lora_alpha or 2.0 * rank, base_bytes, added)
 
 
-def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
-    """The linear layers of a block that run in FP8; UsageError where the sizes do not allow it."""
-    config, recipe = work.config, flags.fp8_recipe
-    te = flags.fp8_backend == "te"
+def resolve_fp8_layers(args: Args, work: Work, platform: Platform) -> Fp8Work | None:
+    """The linear layers of a block that run in FP8, if any; UsageError where sizes do not allow it."""
+    if not args.use_fp8:
+        return None
+    config, recipe = work.config, args.fp8_recipe
+    te = args.fp8_backend == "te"
     refuse_te(config, "--use-fp8", te)
     multiple = 16
     if recipe == "mxfp8":  # a scale per 32 numbers; hipBLASLt's matmuls sum over multiples of 128
@@ -591,7 +590,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
             f"--use-fp8: no layer of {config.path} can run in FP8: {why}; leave it out"
         )
     layers = tuple(layer for name in modules if name not in unfit for layer in modules[name])
-    for layer in layers if flags.fp8_all_gather else ():
+    for layer in layers if args.fp8_all_gather else ():
         if shapes[layer][0] % work.parallelism.shards:
             raise UsageError(
                 f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{layer} do not divide "
@@ -602,10 +601,10 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     if config.experts:
         always["router"] = "always"
     return Fp8Work(
-        flags.fp8_backend,
+        args.fp8_backend,
         recipe,
-        emulated=flags.fp8_emulate,
-        all_gather=flags.fp8_all_gather,
+        emulated=args.fp8_emulate,
+        all_gather=args.fp8_all_gather,
         layers=layers,
         high_precision=always | {f"blocks.*.{name}": why for name, why in unfit.items()},
     )

@@ -14,8 +14,6 @@ from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
     Args,
-    Fp8Flags,
-    FsdpFlags,
     Script,
     TeRecipe,
     TorchaoRecipe,
@@ -27,8 +25,9 @@ from llm_train_bench.settings.flags import (
 FP8_RECIPES = {"te": get_args(TeRecipe), "torchao": get_args(TorchaoRecipe)}
 
 
-def _divided(a: FsdpFlags) -> bool:
-    return a.tp * a.cp * a.ep > 1
+def _divided(a: Args, s: Script) -> bool:
+    """Whether ranks share a batch, the experts or the layers."""
+    return a.tp * a.cp * a.ep > 1 or s is Script.PP
 
 
 # fmt: off
@@ -49,13 +48,13 @@ TOGGLES = (
      lambda a, s: s in SHARDED and a.pt_compile and a.compile_mode in GRAPH_MODES),
     ("--tp, --cp or --ep with train.py or train_ddp.py: these layouts need a sharded model; use "
      "train_fsdp.py or train_pp.py",
-     lambda a, s: s not in SHARDED and _divided(a)),
+     lambda a, s: s not in SHARDED and _divided(a, s)),
     ("--tp, --cp, --ep or train_pp.py with --amp fp16: ranks would not share one loss scale; use --amp "
      "bf16",
-     lambda a, s: (_divided(a) or s is Script.PP) and a.amp == "fp16"),
+     lambda a, s: _divided(a, s) and a.amp == "fp16"),
     ("--tp, --cp, --ep or train_pp.py with --fp8-backend te: its modules are for whole layers here; use "
      "--fp8-backend torchao",
-     lambda a, s: (_divided(a) or s is Script.PP) and a.use_fp8 and a.fp8_backend == "te"),
+     lambda a, s: _divided(a, s) and a.use_fp8 and a.fp8_backend == "te"),
 )
 # All other flags that contradict each other.
 CONTRADICTIONS = (
@@ -81,7 +80,7 @@ CONTRADICTIONS = (
           or len(os.fsencode(a.run_name)) > 200)),
     ("--cpu-offload with --tp, --cp, --ep, --amp fp16 or --fp8-all-gather: these need gradients or "
      "weights on the GPU; leave it out",
-     lambda a, s: a.cpu_offload and (_divided(a) or a.amp == "fp16" or a.fp8_all_gather)),
+     lambda a, s: a.cpu_offload and (_divided(a, s) or a.amp == "fp16" or a.fp8_all_gather)),
     ("--save-every, --resume, --zero1 and --reduce-dtype bf16 of train_ddp.py need --pass-type step",
      lambda a, s: a.pass_type != "step"
      and (a.save_every or a.resume or a.zero1 or (s is Script.DDP and a.reduce_dtype == "bf16"))),
@@ -113,8 +112,8 @@ CONTRADICTIONS = (
      lambda a, s: a.bf16_weights and (a.amp in ("off", "fp16") or a.optimizer != "adamw")),
     ("--bf16-weights with --tp, --cp, --ep, train_pp.py, --use-fp8, --lora-rank, --zero1 or "
      "--cpu-offload is not implemented; leave it out",
-     lambda a, s: a.bf16_weights and (_divided(a) or s is Script.PP or a.use_fp8 or a.lora_rank
-                                      or a.zero1 or a.cpu_offload)),
+     lambda a, s: a.bf16_weights and (_divided(a, s) or a.use_fp8 or a.lora_rank or a.zero1
+                                      or a.cpu_offload)),
     ("--zero1 does not work with --amp fp16 or --use-fp8; use train_fsdp.py",
      lambda a, s: a.zero1 and (a.amp == "fp16" or a.use_fp8)),
     ("train_fsdp.py with --amp fp16 and --optimizer sgd: PyTorch has no fused SGD for sharded "
@@ -123,7 +122,7 @@ CONTRADICTIONS = (
     ("--fp8-emulate: Transformer Engine cannot emulate; use --fp8-backend torchao",
      lambda a, s: a.fp8_emulate and a.fp8_backend == "te"),
     ("--fp8-all-gather needs --fp8-backend torchao and --fp8-recipe tensorwise, and no --tp, --cp, --ep",
-     lambda a, s: a.fp8_all_gather and (a.fp8_recipe != "tensorwise" or _divided(a))),
+     lambda a, s: a.fp8_all_gather and (a.fp8_recipe != "tensorwise" or _divided(a, s))),
 )
 # fmt: on
 
@@ -132,8 +131,7 @@ def check(args: Args, script: Script) -> Args:
     """The arguments with `auto` resolved; UsageError in one line where a run could not use them."""
     refuse_foreign(changed(args), script)
     if args.use_fp8:
-        divided = _divided(args) or script is Script.PP
-        backend, recipe = resolve_fp8(args.part(Fp8Flags), args.pt_compile, divided)
+        backend, recipe = resolve_fp8(args, script)
         args = dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)
     if message := broken_rule(args, script):
         raise UsageError(message)
@@ -155,11 +153,12 @@ def refuse_foreign(names: Iterable[str], script: Script) -> None:
             raise UsageError(f"{flag_of(name)} has no meaning for {script}; it is for {scripts}")
 
 
-def resolve_fp8(args: Fp8Flags, compiled: bool, divided: bool) -> tuple[str, str]:
+def resolve_fp8(args: Args, script: Script) -> tuple[str, str]:
     """Backend and recipe with `auto` resolved; UsageError where they contradict each other."""
     backend, recipe = args.fp8_backend, args.fp8_recipe
     if backend == "auto":
-        torchao = compiled or args.fp8_emulate or args.fp8_all_gather or divided
+        torchao = args.pt_compile or args.fp8_emulate or args.fp8_all_gather
+        torchao = torchao or _divided(args, script)
         backends = ("torchao", "te") if torchao else ("te", "torchao")
         backend = next(b for b in backends if recipe in ("auto", *FP8_RECIPES[b]))
     if recipe == "auto":

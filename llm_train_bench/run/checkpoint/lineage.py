@@ -213,9 +213,9 @@ def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
     Nothing else decides where a run starts. UsageError for a checkpoint that is missing, of another
     training, or of a run that lives.
     """
-    saving, count = plan.saving, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = plan.output.run_name or default_name(plan.work.config.name, vars(plan.args))
-    top, restarts = Path(plan.output.output_dir), int(count) if count.isdecimal() else 0
+    saving, count = plan.args, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = plan.args.run_name or default_name(plan.work.config.name, vars(plan.args))
+    top, restarts = Path(plan.args.output_dir), int(count) if count.isdecimal() else 0
     last, place, notes = None, None, []
     if before := word_before():
         word = json.loads(before)

@@ -187,7 +187,7 @@ def check_same_training(manifest: Manifest, path: Path, plan: Plan) -> None:
                 f"{flag_of(name)} {value}: the checkpoint {path} was trained with {saved[name]}; give "
                 "the same"
             )
-    for name, file in describe_data(plan.data, manifest.data).items():
+    for name, file in describe_data(plan.args, manifest.data).items():
         stored = manifest.data.get(name, file)
         if (stored.bytes, stored.crc32) != (file.bytes, file.crc32):
             raise UsageError(

@@ -58,7 +58,7 @@ def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> 
         state = training_state.saved_random_state(directory, run.ranks.rank)
         training_state.set_random_state(state, run.device)
         return
-    seed = hash((run.plan.data.seed, run.ranks.rank, manifest.step)) % 2**63
+    seed = hash((run.plan.args.seed, run.ranks.rank, manifest.step)) % 2**63
     torch.manual_seed(seed)
     if any((run.plan.work.config.residual_dropout, run.plan.work.config.attention_dropout)):
         run.result.remark(
@@ -187,7 +187,7 @@ class Saver:
 
     def after(self, step: int) -> None:
         plan = self.run.plan
-        if (step + 1) % plan.saving.save_every == 0 or step + 1 == plan.schedule.total:
+        if (step + 1) % plan.args.save_every == 0 or step + 1 == plan.schedule.total:
             self._save(step + 1)
 
     def _save(self, step: int, deadline: float | None = None) -> None:
@@ -320,7 +320,7 @@ class Saver:
     def _manifest(self, step: int, shares: list[_Share], content: dict) -> manifests.Manifest:
         run, work = self.run, self.run.plan.work
         with contextlib.suppress(OSError):  # moved away since
-            self.data = manifests.describe_data(run.plan.data, self.data)
+            self.data = manifests.describe_data(run.plan.args, self.data)
         tensors = dict(shares[0].tensors)
         for name, stored in (item for share in shares[1:] for item in share.tensors.items()):
             tensors.setdefault(name, stored.model_copy(update={"parts": []})).parts += stored.parts
