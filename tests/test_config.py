@@ -133,6 +133,7 @@ def test_hash_is_of_the_shape_not_of_the_text(tmp_path):
     assert load_config(spaced, 128).hash == load_config(spaced).hash
     # A new version of this code does not change it either: it is part of a baseline's key.
     assert load_config(ROOT / "configs/gpt2-tiny.json").hash == "3e645ee571da3ebc"
+    assert load_config(ROOT / "configs/nemotron-3-nano-30b-a3b.json").hash == "ead63706f3029d00"
 
 
 FIRST = dict(arch_name="llama", d_embd=8192, n_layers=4, n_heads=64, n_kv_heads=8, d_hid=28672)

@@ -210,9 +210,8 @@ def test_what_streams_keep_apart_is_needed_too():
 def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     """Tensors that autograd saves in one block, or if compiled those torch's partitioner keeps."""
     T, cpu, sizes = 24, torch.device("cpu"), {}
-    shape = load_config(f"configs/{model}.json")
-    changed = changed | dict(num_hidden_layers=1, layers=shape.layers[:1], vocab_size=256)
-    config = dataclasses.replace(shape, **changed)
+    shape = load_config(f"configs/{model}.json", layers=1)
+    config = dataclasses.replace(shape, vocab_size=256, **changed)
     blocks = "blocks" in flags
     platform = "cpu" if blocks else "nvidia"
     work = work_of(f"{model}.json --bsz 2 --seq-len {T} {flags}", config=config, platform=platform)

@@ -49,7 +49,7 @@ from llm_train_bench.compare.save_runs import save_runs
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters
-from llm_train_bench.model.config import ConfigError, parse_config
+from llm_train_bench.model.config import ConfigError, list_layers, parse_config
 from llm_train_bench.results.console import print_result
 from llm_train_bench.results.figures import matmul_work
 from llm_train_bench.results.schema import Lineage, Result
@@ -304,12 +304,13 @@ def keys_of(name: str) -> dict[str, Any]:
 def say_changes(argv: list[str]) -> None:
     """Print what changes of a config's keys make of it; "absent" removes one."""
     name, *changes = argv
-    plain = parse_config(keys_of(name), "x.json")
     for change in changes:
         changed = {k: v for k, v in (keys_of(name) | json.loads(change)).items() if v != "absent"}
         try:
-            fields = vars(parse_config(changed, "x.json")).items()
-            print({k: v for k, v in fields if v != getattr(plain, k) and k != "raw"})
+            configs = [parse_config(values, "x.json") for values in (keys_of(name), changed)]
+            plain, ours = (vars(config) | list_layers(config) for config in configs)
+            apart = ("raw", "layers")
+            print({k: v for k, v in ours.items() if v != plain[k] and k not in apart})
         except ConfigError as error:
             print(error)
 

@@ -160,9 +160,8 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
         kernels, routing = 3, 0
     passes = 1 if work.trains else 1 / 3
     blocks = (len(layers) + 2) * (kernels * passes + (20 if work.fsdp else 0))
-    return each * (
-        blocks + sum(config.layers[i].mlp == "experts" for i in layers) * routing * passes
-    )
+    routers = sum(config.layers[i].mlp == "experts" for i in layers)
+    return each * (blocks + routers * routing * passes)
 
 
 def _learnt(work: Work) -> list[Weight]:
