@@ -76,10 +76,7 @@ def to_hf(weight: Weight, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         part = part.transpose(-1, -2) if hf.transposed else part
         if weight.module == "attn.conv" and part.ndim == 2:
             part = part.unsqueeze(1)
-        if "{}" not in hf.name:
-            yield hf.name, part.contiguous()
-            continue
-        for number, expert in enumerate(part):
+        for number, expert in enumerate(part) if hf.each_expert else [(0, part)]:
             yield hf.name.format(number), expert.contiguous()
 
 
@@ -87,11 +84,9 @@ def from_hf(weight: Weight, tensors: list[Tensor]) -> Tensor:
     """The inverse of `to_hf`, without padding rows."""
     dimension, left, parts = 1 if weight.of_experts else 0, iter(tensors), []
     for hf in weight.hf:
-        part = (
-            next(left)
-            if "{}" not in hf.name
-            else torch.stack([next(left) for _ in range(weight.shape[0])])
-        )
+        count = weight.shape[0] if hf.each_expert else 1
+        own = [next(left) for _ in range(count)]
+        part = torch.stack(own) if hf.each_expert else own[0]
         part = part.transpose(-1, -2) if hf.transposed else part
         parts.append(part.squeeze(1) if weight.module == "attn.conv" and part.ndim == 3 else part)
     order = torch.cat(tensor_rows(weight)).argsort()
