@@ -229,7 +229,7 @@ def list_layers(config: ModelConfig) -> dict[str, Any]:
     lists |= {"no_rope_layers": ()} if config.learned_positions else {}
     before, after = config.layers[0].pre_norm, config.layers[0].post_norm
     lists |= dict(norm_after=after and not before, norm_around=after and before)
-    return lists | {"windows": [layer.window for layer in config.layers]}
+    return lists | {"windows": tuple(layer.window for layer in config.layers)}
 
 
 def model_name(path: str | Path, layers: int | None = None) -> str:
