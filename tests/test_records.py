@@ -309,12 +309,7 @@ def say_changes(argv: list[str]) -> None:
         try:
             configs = [parse_config(values, "x.json") for values in (keys_of(name), changed)]
             plain, ours = (vars(config) | list_layers(config) for config in configs)
-<<<<<<< ours
-            apart = ("raw", "layers")
-            print({k: v for k, v in ours.items() if v != plain[k] and k not in apart})
-=======
             print({k: v for k, v in ours.items() if v != plain[k] and k not in ("raw", "layers")})
->>>>>>> theirs
         except ConfigError as error:
             print(error)
 
