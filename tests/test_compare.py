@@ -244,6 +244,10 @@ def test_cost_energy_and_days_by_hand(run_of):
     rows = rows_of(b, c)
     assert rows["b"].tokens_per_joule == pytest.approx(640 / 750)
     assert rows["c"].tokens_per_joule == pytest.approx(640 / 320)
+    # Electricity is a part of the cost: 2 J a token for `a`, at 0.2 US$ per kWh.
+    rows = rows_of(a, b, prices=Prices(prices.usd_per_hour, {}, usd_per_kwh=0.2))
+    both = 3.6 / 3600 / 640 * 1e12 + 0.2 * 2e12 / 3.6e6
+    assert rows["a"].usd_per_trillion == pytest.approx(both)
 
 
 NASTY = "\x1b]52;c;aGk=\x07x[/y]<script>|=cmd"
@@ -303,27 +307,19 @@ def test_an_impossible_figure_of_a_strangers_log_is_no_reference(tmp_path, capsy
 
 def test_all_files_are_written(tmp_path, output_of, runs_of):
     """What they hold of a few runs is in tests/records/compare.txt."""
-    paths = runs_of("a", **SAME) + runs_of("b<i>", 1.3, args__sac_freq="1/2<i>", **SAME)
-    out = tmp_path / "out"
-    argv = words(paths, LOGS / "primus.log", "--tokens 1e9 --output-dir", out)
-    printed = output_of(compare.main, argv)
+    paths, out = (
+        runs_of("a", **SAME) + runs_of("b", 1.3, args__sac_freq="1/2", **SAME),
+        tmp_path / "out",
+    )
+    output_of(compare.main, paths, LOGS / "primus.log", "--output-dir", out)
     names = "compare.csv compare.json report.html runs.csv"
     assert sorted(path.name for path in out.iterdir()) == names.split()
     with (out / "compare.csv").open() as f:
-        table = list(csv.DictReader(f))
-    assert [row["runs"] for row in table] == ["3", "3", "1"] and table[2]["setting"] == "primus"
-    assert table[1]["verdict"] == "faster" and float(table[1]["ratio"]) == pytest.approx(1.3)
-    assert 1.2 < float(table[1]["ratio_low"]) < 1.3 < float(table[1]["ratio_high"]) < 1.4
-    content = json.loads((out / "compare.json").read_text())
-    assert [row["verdict"] for row in content["settings"]] == [row["verdict"] for row in table]
-    assert content["settings"][1]["ratio"] == pytest.approx(1.3) and len(content["runs"]) == 7
-    text = (out / "report.html").read_text()
-    assert "2<i>" not in text  # names are no HTML
+        table = [(row["runs"], row["verdict"]) for row in csv.DictReader(f)]
+    assert table == [("3", "reference"), ("3", "faster"), ("1", "reference")]
     # One file that needs no other, and no network.
-    assert not re.findall(r"(?:src|href|url|import)\b *[=(]", text)
+    assert not re.findall(r"(?:src|href|url|import)\b *[=(]", (out / "report.html").read_text())
     group, other = report_data(out)["groups"]
-    faster = r"sac 1/2<i> is 30\.\d % faster \[2\d\.\d, 3\d\.\d\] than no sac\."
-    assert re.fullmatch(faster, group["verdicts"][0]) and group["verdicts"][0] in printed
     assert [run["name"] for run in group["rows"][0]["runs"]] == ["a-0", "a-1", "a-2"]
     assert len(group["rows"][0]["runs"][0]["times"]) > 3 and other["rows"][0]["losses"]
 
@@ -599,50 +595,3 @@ def test_shipped_baselines_are_readable():
     assert {r.model for r in shipped} >= {"gpt2-tiny", "llama-tiny", "moe-tiny"}
     settings = repeats(shipped)
     assert all(len(runs) >= 2 and not any(map(gate.unusable, runs)) for runs in settings)
-
-
-def test_no_number_is_cut_and_no_column_is_empty(tmp_path, output_of, monkeypatch, run_of):
-    monkeypatch.setenv("COLUMNS", "80")
-    long = {"device__hardware": "A device with a rather long name"}
-    run_of("r/a", **long)
-    run_of("r/b", args__bsz=4, args__sac_freq="1/2", **long)
-    printed = output_of(compare.main, tmp_path / "r", "--output-dir", tmp_path / "o")
-    assert "…" not in printed and "A device with a rather long name" in printed
-    assert "MFU" not in printed and "tokens/s per GPU" in printed  # a CPU's peak is unknown
-    assert "tokens/J" not in printed
-    with (tmp_path / "o/compare.csv").open() as f:
-        assert "mfu" in next(csv.reader(f))  # every column, for programs
-
-
-@pytest.mark.parametrize(
-    ("speed", "spread", "memory", "sentence"),
-    [(1.002, 0.004, 20.0, r"sac 1/2 is as fast as no sac \(.*\)"),
-     (1.002, 0.4, 20.0, r"sac 1/2 cannot be distinguished from no sac \(.*\)"),
-     (0.88, 0.004, 12.0, r"sac 1/2 costs 12\.\d % \[1\d\.\d, 1\d\.\d\] of the speed of no sac "
-                         r"and saves 8\.0 GiB")],
-)  # fmt: skip
-def test_verdicts_are_sentences(speed, spread, memory, sentence, output_of, runs_of):
-    plain = runs_of("a", spread=spread, metrics__peak_rss_gib=20.0, **SAME)
-    sac = {"args__sac_freq": "1/2", "metrics__peak_rss_gib": memory, **SAME}
-    printed = output_of(compare.main, plain, runs_of("b", speed, spread, **sac))
-    *_, said, certain = printed.splitlines()
-    assert certain.startswith("1 verdict: the chance that any is false is at most 5%")
-    assert re.fullmatch(rf"{sentence}\.", said), said
-
-
-def test_electricity_is_a_part_of_the_cost(output_of, tmp_path):
-    """By the power limit of the experiment's file, where no energy was measured."""
-    machine = {"gpu": "H100 SXM", "usd_per_hour": 4.0, "tdp_w": 700}
-    content = {"experiment": "x", "models": ["gpt2-tiny"], "hardware": {"nvidia": machine}}
-    (tmp_path / "e.yaml").write_text(json.dumps(content))
-    argv = words(f"{ROOT}/tests/inputs/benchmark_cuda_llama.json --output-dir", tmp_path)
-    argv += words("--experiment", tmp_path / "e.yaml")
-    output_of(compare.main, argv)
-    (row,) = json.loads((tmp_path / "compare.json").read_text())["settings"]
-    rate = row["tokens_per_sec_per_gpu"]
-    assert row["usd_per_trillion_tokens"] == pytest.approx(4.0 / 3600 / rate * 1e12)
-    output_of(compare.main, argv, "--usd-per-kwh 0.2")
-    (more,) = json.loads((tmp_path / "compare.json").read_text())["settings"]
-    electricity = 0.2 * 1e12 * (700 / rate) / 3.6e6  # by the power limit of its file
-    both = row["usd_per_trillion_tokens"] + electricity
-    assert more["usd_per_trillion_tokens"] == pytest.approx(both)
