@@ -12,7 +12,7 @@ import pytest
 import compare
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.log_formats import SUITES, parse
-from llm_train_bench.compare.read_logs import log_facts, parse_log, read_log
+from llm_train_bench.compare.read_logs import parse_log
 from llm_train_bench.compare.records import LogFacts, Record, steady
 from tests.helpers import ROOT, words
 from tests.test_compare import records_of
@@ -46,18 +46,6 @@ def test_files_of_other_suites(name):
     for field, value in expected.items():
         about = isinstance(value, float) or field == "step_times_s"
         assert figures[field] == (pytest.approx(value, rel=1e-3) if about else value), field
-
-
-def test_a_pattern_reads_any_log(tmp_path, output_of):
-    lines = [f"[it {i}] took 1{i % 2},000.5ms loss=3.5 mem 12.5" for i in range(10)]
-    (tmp_path / "own.log").write_text("\n".join(lines))
-    pattern = r"\[it (?P<step>\d+)\] took (?P<time_ms>.+)ms loss=(?P<loss>\S+)"
-    pattern += r" mem (?P<memory_gib>.+)"
-    argv = [str(tmp_path / "own.log"), "--log", "seq-len=1024", "own.log:gpus=2", "global-batch=8"]
-    output_of(compare.main, argv, "--log-pattern", [pattern], "--output-dir", tmp_path / "out")
-    (r,) = read_log(tmp_path / "own.log", log_facts(argv[2:], pattern))
-    assert r.tokens_per_sec_per_gpu == pytest.approx(4 * 1024 / 10.5005, rel=1e-3)
-    assert (r.suite, r.memory_gib, len(r.losses)) == ("--log-pattern", 12.5, 10)
 
 
 def test_figures_of_a_log_are_of_the_same_lines(tmp_path):
