@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -352,26 +351,6 @@ def test_the_slow_node_or_link_is_named(n, fault, victims, per_node, failed, tmp
     assert all(map(str.startswith, lines, failed)), lines
     units = n // per_node if per_node else n
     assert len(told["units"]) == units and len(told["links"]) == units * (units - 1) // 2
-
-
-def test_a_survey_is_judged_by_the_others():
-    """Made-up rates: one slow node, one slow link, a slow sender; two nodes have no third to tell."""
-
-    def judged(rates, pairs):
-        units = [node_survey.Unit(f"n{i}", [i], rate) for i, rate in enumerate(rates)]
-        links = [node_survey.Link(pair, rate) for pair, rate in pairs.items()]
-        s = node_survey.Survey("x", units, links, [])
-        node_survey.judge_survey(s)
-        return machine_check.failures_of(s.as_json())
-
-    links = dict.fromkeys(itertools.combinations(range(4), 2), 10.0)
-    assert judged([5, 5, 5, 5], links) == []
-    assert judged([5, 5, 3, 5], links) == ["n2: computes at 60% of the median"]
-    assert judged([5] * 4, links | {(0, 3): 4.0}) == ["the link between n0 and n3 is slow"]
-    slow = {pair: 3.0 for pair in links if 1 in pair}
-    assert judged([5] * 4, links | slow) == ["n1: sends at 30% of the others' rate"]
-    assert judged([5, 4.9], {(0, 1): 1.0}) == []
-    assert not math.isnan(judged([5, 2], {(0, 1): 1.0})[0].count("n1"))
 
 
 def test_a_survey_that_fails_is_one_line(monkeypatch):
