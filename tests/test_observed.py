@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.utils as dynamo
-import torch.nn.functional as F
 from torch.backends import cuda, mkldnn
 
 import compare
@@ -87,25 +86,6 @@ def test_the_user_s_own_tag_is_kept(switches, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "mine-")
     key_compiled_code(False)
     assert torch.compiler.config.cache_key_tag.startswith("mine-")
-
-
-@pytest.mark.skipif(not helpers.INDUCTOR_LINKS, reason="torch's path has a space")
-def test_compiled_code_of_one_kernel_is_not_another_s(switches):
-    """pytorch/pytorch#185449: without the tag, `math` would run the flash of the process before."""
-    q = torch.randn(1, 2, 16, 8)
-
-    def attend(q):
-        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    for name, fused in (("flash", True), ("math", False)):
-        for kernel, (_, allow) in SDP.items():
-            allow(kernel == name)
-        key_compiled_code(False)
-        compiled(attend, q)
-        with torch.profiler.profile() as seen:
-            torch.compile(attend)(q)
-        names = {event.key for event in seen.key_averages()}
-        assert any("_scaled_dot_product_flash" in n for n in names) == fused, names
 
 
 @pytest.mark.parametrize(
