@@ -29,7 +29,6 @@ from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks
 from llm_train_bench.results.result_files import complete_result
 from llm_train_bench.run import agent, launch, life, signals
 from llm_train_bench.run.agent import first_failure
-from llm_train_bench.run.checkpoint import durable
 from llm_train_bench.run.failures import LOST, classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
@@ -118,17 +117,6 @@ def test_bad_input_that_ranks_find_is_one_line(argv, message, start, tmp_path):
     assert (code, out) == (2, ""), err
     assert err.count("\n") == 1 and err.startswith("train_fsdp.py: ") and message in err
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_agent_gives_ranks_the_time_that_a_save_may_take(monkeypatch):
-    config = types.SimpleNamespace(shutdown_timeout=30)
-    for name in (agent.PARENT, agent.MEETING):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(agent.logging, "disable", lambda level: None)
-    monkeypatch.setattr(agent.api, "LocalElasticAgent", None)
-    monkeypatch.setattr(agent.api, "elastic_launch", lambda config, script: lambda *argv: None)
-    assert agent.run_agent(lambda private: (config, ["x.py"]), "x.py", True) == 0
-    assert config.shutdown_timeout == agent.PATIENCE_S >= durable.SAVE_S + 30
 
 
 def test_a_launchers_copy_of_a_signal_is_no_second_wish(monkeypatch):
@@ -320,6 +308,7 @@ def join_as_rank_0(world, port, timeout_s) -> str:
 
 @mock.patch.dict(os.environ, RANK="2", WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_SIZE="2")
 def test_ranks_on_several_hosts_need_the_address_of_the_first():
+    assert ranks._first_host({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == "127.0.0.1"
     with pytest.raises(UsageError, match="MASTER_ADDR is not set; give the address of rank 0's"):
         join(Ranks(2, 4, 0), torch.device("cpu"), 1.0)
 
@@ -643,13 +632,6 @@ def test_launchers_are_recognised():
         find_ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     with pytest.raises(UsageError, match="set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR"):
         find_ranks({"PMI_RANK": "3", "PMI_SIZE": "4"})  # Flux and PALS set no more
-
-
-def test_where_ranks_meet_without_a_schedulers_list():
-    alone = {"WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-    assert ranks._first_host(alone) == "127.0.0.1"
-    with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
-        ranks._first_host(alone | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
 
 
 def test_ranks_by_slurm_environment(start, tmp_path):
