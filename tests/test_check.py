@@ -18,11 +18,9 @@ from llm_train_bench.check import findings, machine_check, node_survey, probe, r
 from llm_train_bench.check.machine_check import check_machine, reached_by_others
 from llm_train_bench.check.references import Reached, Reference, judge_machine
 from llm_train_bench.check.workloads import workload_of
-from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
-from tests.helpers import ROOT, cases, changed, read_steps, trained, words
+from tests.helpers import ROOT, cases, changed, read_steps, records_of, result_of, trained, words
 
 RUNS = ROOT / "benchmarks/results/h200-20261127"
 CPU = torch.device("cpu")
@@ -146,7 +144,7 @@ def test_references_measured_before_published_before_estimated(tmp_path):
 def test_the_table_of_results_is_a_reference(tmp_path):
     ours = ROOT / "results/h200-sxm/llm-train-bench"
     shutil.copytree(ours, tmp_path / "h200-sxm/ann")  # others may add results of their own
-    reached = functools.partial(reached_by_others, read_records([str(tmp_path)], print, LogFacts()))
+    reached = functools.partial(reached_by_others, records_of(tmp_path))
     w = workloads.workload_named("gpt2-125m-bf16")
     assert reached(w, "H200 SXM", 1) == [pytest.approx(548_539.7)]
     assert reached(w, "H200 SXM", 8) == reached(w, "H100 SXM", 1) == []
@@ -161,7 +159,7 @@ def test_wrong_numbers_are_below_whatever_the_speed(tmp_path):
 
 def of_run(changes=""):
     """Findings in a made-up run of an H200."""
-    content = json.loads((RUNS / "gpt2-125m-bf16/result.json").read_text())
+    content = result_of(RUNS / "gpt2-125m-bf16")
     result = Result.model_validate(changed(content, changes))
     result.judge()
     return [f"{f.what}: {f.found} -> {f.advice}" for f in findings.of_remarks(result.remarks, "r")]
