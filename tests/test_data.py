@@ -11,6 +11,7 @@ import torch
 import prepare_data
 from llm_train_bench.apply import data
 from llm_train_bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids
+from llm_train_bench.base.documents import index_path
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.formulas.work import Batch
@@ -210,7 +211,10 @@ def prepared(out) -> list[list[bytes]]:
 
 @pytest.mark.parametrize("sizes", [[1] * 60, [60], [1, 1, 1, 500, 1]], ids=["many", "one", "odd"])
 def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
-    """Every byte is in one of the two files: val.bin has whole documents or the end of the text."""
+    """Every byte is in one of the two files: val.bin has whole documents or the end of the text.
+
+    Beside each file is its index: where its documents end, and the text where it is cut in one.
+    """
     (tmp_path / "in").mkdir()
     texts = [f"document {i}: {'x' * 40}\n" * n for i, n in enumerate(sizes)]
     for i, text in enumerate(texts):
@@ -228,6 +232,10 @@ def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
         assert b"\0".join(train) + b"\0".join(val) == "".join(t + "\0" for t in texts).encode()
     lengths = [sum(len(part) + 1 for part in parts) for parts in (train, val)]
     assert lengths[1] / sum(lengths) == pytest.approx(0.25, abs=0.12)
+    for path in (out / "train.bin", out / "val.bin"):
+        tokens = open_tokens(path)
+        ends = {*(np.flatnonzero(np.array(tokens) == 0) + 1).tolist(), len(tokens)}
+        assert np.load(index_path(path)).tolist() == sorted(ends)
 
 
 def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, refused):

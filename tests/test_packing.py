@@ -10,7 +10,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import prepare_data
 from llm_train_bench.apply import data
 from llm_train_bench.base import documents
 from llm_train_bench.base.documents import index_path, make_packing, read_lengths, starts_of
@@ -239,22 +238,6 @@ def test_documents_of_a_file_end_where_its_index_or_separator_says(tokens_file):
         start = by_index.windows.start(sample)
         right = [0, *(i for i in range(1, 38) if tokens[start + i - 1] == 0)]
         assert row.nonzero()[0].tolist() == right
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5])
-def test_prepared_files_have_an_index(fraction, tmp_path, capsys):
-    """Whole documents held out, or the end of the text: each file's index is that of its separators."""
-    (tmp_path / "in").mkdir()
-    for i in range(3 if fraction == 0.3 else 40):
-        (tmp_path / "in" / f"{i:02}.txt").write_text("x" * (i + 1))
-    argv = words(tmp_path / "in", "--output-dir", tmp_path / "out", "--val-fraction", fraction)
-    assert prepare_data.main(argv) == 0
-    files = sorted((tmp_path / "out").glob("*.bin"))
-    assert len(files) == 1 + bool(fraction)
-    for path in files:
-        ends = np.load(index_path(path)).tolist()
-        by_token = documents.read_ends(str(path), "auto", 0).tolist()
-        assert ends == by_token + [len(open_tokens(path))] * (by_token[-1] != ends[-1])
 
 
 def test_indices_that_belong_to_another_file_are_refused(tokens_file):
