@@ -109,12 +109,8 @@ class RankLayout(ReplicaLayout):
 
     def __init__(self, parallelism: Parallelism, rank: int):
         self.parallelism, self.ulysses = parallelism, parallelism.ulysses
-        self.tp, self.cp, self.ep, self.pp = (
-            parallelism.tp,
-            parallelism.cp,
-            parallelism.ep,
-            parallelism.pp,
-        )
+        self.tp, self.cp = parallelism.tp, parallelism.cp
+        self.ep, self.pp = parallelism.ep, parallelism.pp
         self.pp_rank, self.stage_rank = divmod(rank, parallelism.ranks)
         self.tp_rank, self.cp_rank = rank % self.tp, rank // self.tp % self.cp
         self.ep_rank = self.stage_rank % self.ep
