@@ -15,8 +15,6 @@ from typing import Any
 
 from llm_train_bench.model.families import (
     FAMILIES,
-    MTP_FAMILIES,
-    MTP_KEYS,
     NOT_IMPLEMENTED,
     Reader,
     from_first_dialect,
@@ -24,6 +22,7 @@ from llm_train_bench.model.families import (
 from llm_train_bench.model.json_keys import (
     CONFIGS,
     ConfigError,
+    Keys,
     is_directory,
     kind_of,
     parse_json,
@@ -309,22 +308,18 @@ def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
 def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
     path = Path(path)
-    keys = Reader(raw, str(path))
     if "arch_name" in raw and "model_type" not in raw:
-        raw = from_first_dialect(keys)
-        keys = Reader(raw, str(path))
+        raw = from_first_dialect(raw, str(path))
+    keys = Keys(raw, str(path))
     if (reason := NOT_IMPLEMENTED.get(str(raw.get("model_type")))) is not None:
         why = f"{reason} are not implemented; there are {', '.join(FAMILIES)}"
         raise keys.error("model_type", why)
-    model_type = keys.choice("model_type", tuple(FAMILIES))
-    fields = FAMILIES[model_type].read(keys)
-    if model_type in MTP_FAMILIES:
-        further = [keys.integer(key, 0, minimum=0, null=True) or 0 for key in MTP_KEYS]
-        given = any(key in raw for key in MTP_KEYS)
-        fields["mtp_layers"] = max(further) if given else MTP_FAMILIES[model_type]
-    keys.refuse_unsupported()
+    model_type = keys.choice("model_type", FAMILIES)
+    reader = Reader(raw, str(path), FAMILIES[model_type])
+    fields = reader.read()
+    reader.refuse_unsupported()
     fields |= dict(name=model_name(path), path=str(path), model_type=model_type, raw=raw)
-    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=keys.unknown())
+    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=reader.unknown())
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "
