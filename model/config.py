@@ -330,7 +330,7 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
         key = "head_dim x partial_rotary_factor" if config.rotary_size else "head_dim"
         key = "qk_rope_head_dim" if config.latent else key
         raise ConfigError(f"{path}: {key} {config.rope_dim} is odd; rotary embeddings need pairs")
-    if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
+    if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         raise ConfigError(
             f"{path}: pad_token_id {config.pad_token_id} is outside vocab_size {config.vocab_size}"
         )

@@ -71,14 +71,14 @@ class Reader(Keys):
         return read | {name: x(self) if callable(x) else x for name, x in fixed.items()}
 
     # Layers.
-    def per_layer(self, key: str, kind: type, names: tuple[str, ...] = ()) -> list | None:
-        """A list with one entry for each layer, perhaps of these names; None if absent or null."""
+    def per_layer(self, key: str, *names: str) -> list | None:
+        """A list with one of these names, or else a number, for each layer; None if absent or null."""
         entries, layers = self.get(key, None), self["num_hidden_layers"]
         if entries is None:
             return None
+        kind, what = (str, "names") if names else (int, "numbers")
         fits = isinstance(entries, list) and len(entries) == layers
         fits = fits and all(isinstance(entry, kind) for entry in entries)
-        what = "names" if kind is str else "numbers"
         self.check(fits, key, f"must be a list of num_hidden_layers = {layers} {what}")
         for entry in entries if names else ():
             self.check(entry in names, key, f"{entry!r} is not implemented")
@@ -91,7 +91,7 @@ class Reader(Keys):
         """
         recurrent, layers = self.family.recurrent is not None, range(self["num_hidden_layers"])
         special = ("linear_attention", "mamba") if recurrent else ("sliding_attention",)
-        kinds = self.per_layer(key, str, (*special, "full_attention", "attention"))
+        kinds = self.per_layer(key, *special, "full_attention", "attention")
         if kinds is None:
             every = self[rule] if isinstance(rule, str) else rule
             if isinstance(every, int):
@@ -105,7 +105,7 @@ class Reader(Keys):
     def no_rope_layers(self, key: str) -> list[int]:
         """Layers of SmolLM3 that do not rotate; its key has a 0 for them."""
         layers, every = range(self["num_hidden_layers"]), self["no_rope_layer_interval"]
-        rotates = self.per_layer(key, int) or [(layer + 1) % every for layer in layers]
+        rotates = self.per_layer(key) or [(layer + 1) % every for layer in layers]
         return [layer for layer in layers if not rotates[layer]]
 
     def dense_between(self, key: str) -> list[int]:
@@ -117,7 +117,7 @@ class Reader(Keys):
 
     def dense_by_name(self, key: str) -> list[int]:
         """The layers of Hy3 that are named dense: the first, unless the list says otherwise."""
-        kinds = self.per_layer(key, str, ("dense", "sparse")) or ["dense"]
+        kinds = self.per_layer(key, "dense", "sparse") or ["dense"]
         return [layer for layer, kind in enumerate(kinds) if kind == "dense"]
 
     def prepare_nemotron(self) -> None:
@@ -386,16 +386,22 @@ def from_first_dialect(raw: Row, where: str) -> Row:
     Other keys are unchanged. Its GPT has no dropout. A Llama's `d_hid` defaults to a width computed from
     `ffn_mult` and `ffn_factor`.
     """
-    name = Keys(raw, where).choice("arch_name", FIRST_ROWS)
-    keys = Reader(raw, where, Family(FIRST | FIRST_ROWS[name], unread="arch_name"))
-    fields, width = keys.ours(FIRST_NAMES, NONE), keys["d_hid"]
+    keys = Keys(raw, where)
+    name, width = keys.choice("arch_name", ("gpt", "llama", "mistral")), keys.integer("d_hid", None)
+    fields = {ours: keys.integer(theirs) for theirs, ours in FIRST_DIALECT.items()}
     if name == "gpt":
         fields |= dict(model_type="gpt2", embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
         fields |= {} if width is None else dict(n_inner=width)
     else:
-        computed = int(int(4 * keys["d_embd"] * 2 / 3) * keys["ffn_mult"])
-        computed = -(-computed // keys["ffn_factor"]) * keys["ffn_factor"]
+        multiple = keys.integer("ffn_factor", 256)
+        computed = int(int(4 * fields["hidden_size"] * 2 / 3) * keys.number("ffn_mult", 1.0))
+        computed = -(-computed // multiple) * multiple
         fields |= dict(model_type=name, intermediate_size=width or computed)
+        fields["num_key_value_heads"] = keys.integer("n_kv_heads", None)
+        fields["rope_theta"] = keys.number("rope_base", 1e4)
+        fields["rms_norm_eps"] = keys.number("norm_eps", 1e-5)
+    if name == "mistral":
+        fields["sliding_window"] = keys.integer("window_size", None)
     return fields | {key: raw[key] for key in keys.leftover()}
 
 
@@ -456,14 +462,10 @@ EXPERTS = by_key(
     gain="swiglu_alpha", latent="moe_latent_size")
 # The number of modules of multi-token prediction.
 MTP_KEYS = "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers num_mtp_modules".split()
-# The keys of the first llm-train-bench, and the keys that they become.
-FIRST: Row = dict(d_embd=..., vocab_size=..., n_layers=..., n_heads=..., max_seq_len=..., d_hid=None)
-FIRST_LLAMA: Row = dict(n_kv_heads=None, ffn_factor=256, ffn_mult=1.0, rope_base=1e4, norm_eps=1e-5)
-FIRST_ROWS: dict[str, Row] = dict(gpt={}, llama=FIRST_LLAMA, mistral=FIRST_LLAMA | dict(window_size=None))
-FIRST_NAMES = by_key(
-    vocab_size="vocab_size", num_hidden_layers="n_layers", num_attention_heads="n_heads",
-    max_position_embeddings="max_seq_len", hidden_size="d_embd", num_key_value_heads="n_kv_heads",
-    rope_theta="rope_base", rms_norm_eps="norm_eps", sliding_window="window_size")
+# Whole numbers in the first llm-train-bench's dialect, and the keys that they become.
+FIRST_DIALECT = dict(
+    d_embd="hidden_size", vocab_size="vocab_size", n_layers="num_hidden_layers",
+    n_heads="num_attention_heads", max_seq_len="max_position_embeddings")
 
 # Rows and fields that several families have.
 PLAIN: Row = dict(gated_mlp=True, rms_norm=True, learned_positions=False, qk_norm=False,
@@ -480,8 +482,7 @@ SIZES: Row = dict(max_position_embeddings=131072, num_key_value_heads=8)
 SWITCHED: Row = dict(max_position_embeddings=32768, sliding_window=4096, use_sliding_window=False)
 SPARSE: Row = dict(decoder_sparse_step=1, mlp_only_layers=Reader.dense_between)
 QWEN: Row = LLAMA | SWITCHED | dict(
-    num_key_value_heads=32, max_window_layers=28,
-    layer_types="max_window_layers")
+    num_key_value_heads=32, max_window_layers=28, layer_types="max_window_layers")
 OLMO: Row = BIASED | dict(rms_norm_eps=1e-5, pad_token_id=1)
 OLMO_FIXED: Row = dict(qk_norm=True, whole_qk_norm=True)
 GRANITE: Row = BIASES | dict(attention_multiplier=1.0, embedding_multiplier=1.0, residual_multiplier=1.0,
@@ -501,8 +502,7 @@ YARN: Row = dict(rope_type="yarn", llama_4_scaling_beta=0.1, mscale=1.0, mscale_
 YARN_KEYS = "llama_4_scaling_beta max_position_embeddings"
 QWEN_HYBRID: Row = BIASED | dict(
     max_position_embeddings=32768, head_dim=256, num_key_value_heads=2, partial_rotary_factor=0.25,
-    full_attention_interval=4, attn_output_gate=[True],
-    layer_types="full_attention_interval",
+    full_attention_interval=4, attn_output_gate=[True], layer_types="full_attention_interval",
     linear_num_key_heads=16, linear_key_head_dim=128, linear_num_value_heads=32,
     linear_value_head_dim=128, linear_conv_kernel_dim=4)
 QWEN_FIXED: Row = dict(qk_norm=True, output_gate=True, norm_offset=True)
@@ -538,8 +538,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(BIASES | dict(
         max_position_embeddings=32768, num_key_value_heads=4, rope_theta=2e6, pad_token_id=128004,
         tie_word_embeddings=True, no_rope_layer_interval=4, no_rope_layers=Reader.no_rope_layers,
-        sliding_window=None, use_sliding_window=False,
-        layer_types="no_rope_layers")),
+        sliding_window=None, use_sliding_window=False, layer_types="no_rope_layers")),
     "granite": Family(GRANITE),
     "mixtral": Family(
         LLAMA | SIZES | ROUTER | dict(
@@ -556,8 +555,8 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         LLAMA | SIZES | ROUTER | dict(
             head_dim=64, attention_bias=True, rope_theta=150000.0, rms_norm_eps=1e-5, sliding_window=128,
-            layer_types=2, hidden_act=["silu"], swiglu_limit=7.0,
-            swiglu_alpha=1.702, num_local_experts=128, num_experts_per_tok=4),
+            layer_types=2, hidden_act=["silu"], swiglu_limit=7.0, swiglu_alpha=1.702,
+            num_local_experts=128, num_experts_per_tok=4),
         dict(sinks=True), experts=dict(biases=True, scores="softmax_chosen"),
         rope=dict(rope_type="yarn", factor=32.0, truncate=False, **{TRAINED: 4096}),
         unread="quantization_config initial_context_length"),
@@ -591,8 +590,8 @@ FAMILIES: dict[str, Family] = {
             rotary_dim=None, partial_rotary_factor=1.0, intermediate_size=1536, router_jitter_noise=[0],
             use_qk_norm=[True], qk_norm_type=["per_layer"], scoring_func=["sigmoid"],
             shared_intermediate_size=[0], use_routing_bias=[True], num_local_experts=256),
-        dict(whole_qk_norm=True), experts=dict(normalised=True),
-        unread="use_mtp mtp_transformer_layers", mtp=0),
+        dict(whole_qk_norm=True), experts=dict(normalised=True), unread="use_mtp mtp_transformer_layers",
+        mtp=0),
     "hy_v3": Family(
         BIASES | SIZES | ROUTER | dict(
             head_dim=128, rope_theta=11158840.0, rms_norm_eps=1e-5, initializer_range=0.006,
@@ -609,8 +608,7 @@ FAMILIES: dict[str, Family] = {
             num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072,
             hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True, pad_token_id=0,
             rms_norm_eps=1e-6, rope_theta=1e6, rope_local_base_freq=1e4, query_pre_attn_scalar=256.0,
-            sliding_window=4096, sliding_window_pattern=6,
-            layer_types="sliding_window_pattern"),
+            sliding_window=4096, sliding_window_pattern=6, layer_types="sliding_window_pattern"),
         dict(qk_norm=True, norm_around=True, norm_offset=True,
              attention_scale=lambda reader: reader["query_pre_attn_scalar"] ** -0.5,
              embedding_scale=lambda reader: reader["hidden_size"] ** 0.5),
@@ -628,8 +626,8 @@ FAMILIES: dict[str, Family] = {
         unread=QWEN_UNREAD + " mlp_only_layers", mtp=0),
     "qwen3_5_moe_text": Family(
         QWEN_HYBRID | QWEN_EXPERTS | dict(intermediate_size=1, num_experts=256),  # no layer has that MLP
-        QWEN_FIXED, experts=dict(normalised=True, shared_gate=True), recurrent=DELTA_NET,
-        rope_keys=MROPE, unread=QWEN_UNREAD + " mlp_only_layers", mtp=0),
+        QWEN_FIXED, experts=dict(normalised=True, shared_gate=True), recurrent=DELTA_NET, rope_keys=MROPE,
+        unread=QWEN_UNREAD + " mlp_only_layers", mtp=0),
     "nemotron_h": Family(
         SHAPE | GROUPED | dict(
             max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, intermediate_size=21504,
@@ -637,20 +635,18 @@ FAMILIES: dict[str, Family] = {
             n_groups=8, ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=64, conv_kernel=4,
             chunk_size=128, mamba_hidden_act="silu", use_conv_bias=True,
             mamba_proj_bias=[False], use_bias=False,  # of both, the second counts
-            mlp_bias=False, tie_word_embeddings=[False],
-            moe_intermediate_size=7688, n_routed_experts=8, num_experts_per_tok=2,
-            moe_shared_expert_intermediate_size=7688, moe_latent_size=None),
+            mlp_bias=False, tie_word_embeddings=[False], moe_intermediate_size=7688, n_routed_experts=8,
+            num_experts_per_tok=2, moe_shared_expert_intermediate_size=7688, moe_latent_size=None),
         # Its embedding knows no padding row, and its attention no rotary positions.
         dict(pad_token_id=None, gated_mlp=False, rope_theta=1e4, rope_scaling=None,
              no_rope_layers=ALL_LAYERS),
-        experts=dict(gated=False), recurrent=dict(delta=False),
-        unread=NEMOTRON_UNREAD, prepare=Reader.prepare_nemotron, mtp=0),
+        experts=dict(gated=False), recurrent=dict(delta=False), unread=NEMOTRON_UNREAD,
+        prepare=Reader.prepare_nemotron, mtp=0),
     "granitemoehybrid": Family(
         GRANITE | ROUTER | dict(
             num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=1024,
-            layer_types=ALL_LAYERS, mamba_n_heads=128,
-            position_embedding_type=Reader.unrotated_layers, mamba_expand=2,
-            mamba_d_head=Reader.mamba_head_size, time_step_limit=Reader.step_limits,
+            layer_types=ALL_LAYERS, mamba_n_heads=128, position_embedding_type=Reader.unrotated_layers,
+            mamba_expand=2, mamba_d_head=Reader.mamba_head_size, time_step_limit=Reader.step_limits,
             mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_chunk_size=256,
             mamba_conv_bias=True, mamba_proj_bias=False),
         dict(mlp_bias=False, intermediate_size=lambda reader:
