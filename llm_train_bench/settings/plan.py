@@ -251,7 +251,8 @@ def resolve_amp(
     Without `native` it is that of current GPUs, or of this machine's CPU. FP8 and Transformer Engine
     need bf16. UsageError for experts whose rows do not fill the 16 bytes that grouped matmuls load.
     """
-    widths = math.gcd(config.hidden_size, config.experts.size) if config.experts else 0
+    e = config.experts
+    widths = math.gcd(config.hidden_size, e.size, e.latent or 0) if e else 0
     amp = args.amp
     if amp == "auto":
         has_bf16 = platform != "cpu" or cpu_multiplies("bf16")
@@ -265,8 +266,9 @@ def resolve_amp(
         amp = next((name for name in allowed if widths % ROW_UNITS[name] == 0), formats[0])
     if widths % (unit := ROW_UNITS[amp]):
         raise UsageError(
-            f"{config.path}: hidden size {config.hidden_size} and expert size "
-            f"{config.experts.size} must be multiples of {unit} under --amp {amp}; change the config"
+            f"{config.path}: hidden size {config.hidden_size}"
+            + (f", latent size {e.latent}" if e.latent else "")
+            + f" and expert size {e.size} must be multiples of {unit} under --amp {amp}; change the config"
         )
     return amp
 
