@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from llm_train_bench.model import config_keys
 from llm_train_bench.model.families import (
     FAMILIES,
     NOT_IMPLEMENTED,
@@ -302,12 +303,40 @@ def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
             f"--layers {number}: {config.path} does not list its layers; add the list"
         )
     name = model_name(config.path, number)
-    return dataclasses.replace(short, name=name, first_layers=number)
+    unknown = config.unknown_keys
+    return dataclasses.replace(short, name=name, first_layers=number, unknown_keys=unknown)
+
+
+def text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The text_config of a model of text and images, where its family is known, and the keys beside it.
+
+    As in transformers, the whole file says whether embeddings are tied, if it says so.
+    """
+    text, tied = raw.get("text_config"), "tie_word_embeddings"
+    known = isinstance(text, dict) and str(text.get("model_type")) in FAMILIES
+    if not known or str(raw.get("model_type")) in FAMILIES:
+        return raw, []
+    keys = Keys({key: value for key, value in raw.items() if key not in text}, "")
+    keys.used |= {"model_type", "text_config", tied}
+    return text | {key: raw[key] for key in (tied,) if key in raw}, [*keys.unknown()]
+
+
+def describe_keys_without_effect(config: ModelConfig) -> str | None:
+    """What a run says about the keys of its config file that have no effect; None if there are none."""
+    by_reason: dict[str, list[str]] = {}
+    for key in config.unknown_keys:
+        is_beside = "." not in key and key not in config.raw
+        reason = "left out: only text is trained" if is_beside else "unknown"
+        reason = config_keys.WITHOUT_EFFECT.get(key.split(".")[-1], reason)
+        by_reason.setdefault(reason, []).append(key)
+    named = [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
+    return f"{config.path}: keys without effect: {'; '.join(named)}" if named else None
 
 
 def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
     path = Path(path)
+    raw, beside = text_part(raw)
     if "arch_name" in raw and "model_type" not in raw:
         raw = from_first_dialect(raw, str(path))
     keys = Keys(raw, str(path))
@@ -319,7 +348,8 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     fields = reader.read()
     reader.refuse_unsupported()
     fields |= dict(name=model_name(path), path=str(path), model_type=model_type, raw=raw)
-    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=reader.unknown())
+    unknown = (*beside, *reader.unknown(), *reader.inside)
+    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=unknown)
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from llm_train_bench.model.config_keys import WITHOUT_EFFECT
 from llm_train_bench.model.json_keys import ConfigError, Keys, kind_of
 from llm_train_bench.model.shapes import Experts, Latent, Recurrent, RopeScaling, Yarn
 
@@ -19,6 +20,7 @@ NONE: Row = {}
 ALL_LAYERS = range(2**12)
 LAYER_LISTS = {"dense_layers", "no_rope_layers", "mlp_alone", "mixer_alone"}
 PART, TRAINED = "partial_rotary_factor", "original_max_position_embeddings"
+QK_NORM = "use_qk_norm", "qk_norm", "qk_layernorm"
 QUERY_SCALE = "llama_4_scaling_beta"
 
 
@@ -42,6 +44,7 @@ class Reader(Keys):
     def __init__(self, raw: Row, where: str, family: Family):
         super().__init__(raw, where)
         self.family, self.values = family, {}
+        self.inside: list[str] = []  # keys without effect among the rotary parameters
         self.used |= {"model_type", *family.unread.split()}
         self.has_experts = any(EXPERTS.get(key) == "number" for key in family.keys)
         family.prepare(self)
@@ -175,7 +178,16 @@ class Reader(Keys):
             raise self.error(key, "must be a list of two numbers") from None
         return least, most
 
+    def gemma_activation(self, key: str) -> str:
+        """Gemma's; its first files say gelu and mean the approximation, as in transformers."""
+        name = self.activation(key, "gelu_pytorch_tanh")
+        return "gelu_tanh" if name == "gelu" else name
+
     # What follows from several keys.
+    def root_of_width(self) -> float:
+        """The factor of Gemma's embedding."""
+        return self["hidden_size"] ** 0.5
+
     def read(self) -> Row:
         """The fields of a ModelConfig."""
         family, values, bias = self.family, self.values, self.values.get("attention_bias", False)
@@ -202,6 +214,8 @@ class Reader(Keys):
             modules = [self.integer(key, None, minimum=0) or 0 for key in MTP_KEYS]
             fields["mtp_layers"] = max(modules) if {*MTP_KEYS} & {*self.raw} else family.mtp
         fields |= self.ours(NONE, family.fields)
+        if fields["qk_norm"]:  # a file may say so
+            self.used |= {key for key in QK_NORM if self.raw.get(key) is True}
         layers = range(fields["num_hidden_layers"])
         slides = values.get("layer_types", layers)
         fields["windows"] = tuple(self.window if layer in slides else None for layer in layers)
@@ -244,7 +258,9 @@ class Reader(Keys):
             kind != "yarn" or theta > 1, "rope_theta", "must be above 1 for rope type 'yarn'"
         )
         for key in inner.leftover():
-            raise self.error(where, f"{key!r} has no meaning for rope type {kind!r}")
+            known = kind == "yarn" and key in WITHOUT_EFFECT
+            self.check(known, where, f"{key!r} has no meaning for rope type {kind!r}")
+            self.inside.append(f"{where}.{key}")
         rotary_size = self.rotary_size(head_dim, inner)
         fields |= dict(rope_theta=theta, rope_scaling=scaling, rotary_size=rotary_size)
         if parameters.get(QUERY_SCALE) is not None:  # queries at late positions grow
@@ -432,7 +448,7 @@ SPELLINGS = MAMBA_SPELLINGS | dict(
 # The fields of ModelConfig, Latent, Recurrent and Experts, with the keys that give them.
 MODEL = by_key(
     **{name: name for name in """vocab_size tie_word_embeddings num_key_value_heads head_dim mlp_bias
-       attention_out_bias initializer_range pad_token_id mlp_alone mixer_alone""".split()},
+       qkv_bias attention_out_bias initializer_range pad_token_id mlp_alone mixer_alone""".split()},
     hidden_size="hidden_size n_embd", num_hidden_layers="num_hidden_layers n_layer",
     num_attention_heads="num_attention_heads n_head", intermediate_size="intermediate_size n_inner",
     max_position_embeddings="max_position_embeddings n_positions", qk_norm="use_qk_norm",
@@ -481,14 +497,16 @@ BIASES: Row = BIASED | dict(mlp_bias=False)
 SIZES: Row = dict(max_position_embeddings=131072, num_key_value_heads=8)
 SWITCHED: Row = dict(max_position_embeddings=32768, sliding_window=4096, use_sliding_window=False)
 SPARSE: Row = dict(decoder_sparse_step=1, mlp_only_layers=Reader.dense_between)
+ROUTER: Row = dict(num_experts_per_tok=8, router_aux_loss_coef=0.001, router_bias_update_rate=0.0,
+                   output_router_logits=False)
 QWEN: Row = LLAMA | SWITCHED | dict(
     num_key_value_heads=32, max_window_layers=28, layer_types="max_window_layers")
+QWEN_EXPERTS: Row = ROUTER | dict(
+    moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512)
 OLMO: Row = BIASED | dict(rms_norm_eps=1e-5, pad_token_id=1)
 OLMO_FIXED: Row = dict(qk_norm=True, whole_qk_norm=True)
 GRANITE: Row = BIASES | dict(attention_multiplier=1.0, embedding_multiplier=1.0, residual_multiplier=1.0,
                              logits_scaling=1.0)
-ROUTER: Row = dict(num_experts_per_tok=8, router_aux_loss_coef=0.001, router_bias_update_rate=0.0,
-                   output_router_logits=False)
 GROUPED: Row = ROUTER | dict(
     moe_intermediate_size=2048, n_shared_experts=1, n_group=1, topk_group=1, norm_topk_prob=True,
     routed_scaling_factor=1.0, scoring_func=["sigmoid"], n_routed_experts=128, router_aux_loss_coef=0.0)
@@ -497,7 +515,7 @@ DEEPSEEK: Row = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64
     head_dim=lambda reader, key: reader["qk_nope_head_dim"] + reader["qk_rope_head_dim"],
     max_position_embeddings=4096, topk_method=["noaux_tc"], moe_layer_freq=[1], rope_interleave=True,
     first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5, n_routed_experts=256)
-DEEPSEEK_UNREAD = "quantization_config auto_map qk_head_dim head_dim"  # of weights and code on the Hub
+DEEPSEEK_UNREAD = "qk_head_dim head_dim"
 YARN: Row = dict(rope_type="yarn", llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
 YARN_KEYS = "llama_4_scaling_beta max_position_embeddings"
 QWEN_HYBRID: Row = BIASED | dict(
@@ -506,8 +524,6 @@ QWEN_HYBRID: Row = BIASED | dict(
     linear_num_key_heads=16, linear_key_head_dim=128, linear_num_value_heads=32,
     linear_value_head_dim=128, linear_conv_kernel_dim=4)
 QWEN_FIXED: Row = dict(qk_norm=True, output_gate=True, norm_offset=True)
-QWEN_EXPERTS: Row = ROUTER | dict(
-    moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512)
 QWEN_UNREAD = "mamba_ssm_dtype mtp_use_dedicated_embeddings"
 MROPE = "mrope_section mrope_interleaved"  # for text all sections of positions are alike
 DELTA_NET: Row = dict(delta=True, chunk=64)
@@ -518,7 +534,7 @@ NEMOTRON_UNREAD = " ".join(MAMBA_SPELLINGS) + """
     num_logits_to_keep expand mamba_expand time_step_max mamba_dt_max time_step_limit mamba_dt_limit
     time_step_floor mamba_dt_init_floor time_step_rank rescale_prenorm_residual use_mamba_kernels
     mamba_ssm_cache_dtype moe_shared_expert_overlap residual_in_fp32 hidden_dropout norm_eps rms_norm_eps
-    mtp_layers_block_type mtp_hybrid_override_pattern attention_head_dim auto_map"""
+    mtp_layers_block_type mtp_hybrid_override_pattern attention_head_dim"""
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         dict(n_embd=..., n_layer=..., n_head=..., n_positions=1024, scale_attn_weights=[True],
@@ -548,6 +564,12 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(OLMO | ROUTER | dict(
         max_position_embeddings=4096, clip_qkv=[None], norm_topk_prob=False, num_experts=64,
         router_aux_loss_coef=0.01), OLMO_FIXED),
+    "qwen2_moe": Family(
+        QWEN | SPARSE | QWEN_EXPERTS | dict(
+            num_key_value_heads=16, qkv_bias=True, moe_intermediate_size=1408, num_experts=60,
+            shared_expert_intermediate_size=5632, num_experts_per_tok=4, norm_topk_prob=False,
+            max_window_layers=lambda reader, key: range(0, reader.integer(key, 28, minimum=0), 2)),
+        experts=dict(shared_gate=True)),
     "qwen3_moe": Family(
         BIASED | SWITCHED | SPARSE | ROUTER | dict(
             num_key_value_heads=4, moe_intermediate_size=768, norm_topk_prob=False, num_experts=128),
@@ -559,7 +581,7 @@ FAMILIES: dict[str, Family] = {
             num_local_experts=128, num_experts_per_tok=4),
         dict(sinks=True), experts=dict(biases=True, scores="softmax_chosen"),
         rope=dict(rope_type="yarn", factor=32.0, truncate=False, **{TRAINED: 4096}),
-        unread="quantization_config initial_context_length"),
+        unread="initial_context_length"),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(DEEPSEEK, unread=DEEPSEEK_UNREAD, mtp=1)),
     "glm4_moe": Family(
         BIASED | SIZES | GROUPED | dict(
@@ -602,6 +624,12 @@ FAMILIES: dict[str, Family] = {
             router_scaling_factor=2.826, num_experts=192, router_aux_loss_coef=0.0),
         dict(qk_norm=True), experts=dict(scores="sigmoid", normalised=True),
         unread="enable_moe_fp32_combine", mtp=0),
+    "gemma": Family(
+        BIAS | LLAMA | dict(
+            vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28,
+            num_attention_heads=16, num_key_value_heads=16, head_dim=256, max_position_embeddings=8192,
+            tie_word_embeddings=True, pad_token_id=0, hidden_act=Reader.gemma_activation),
+        dict(norm_offset=True, embedding_scale=Reader.root_of_width), unread="hidden_activation"),
     "gemma3_text": Family(  # its files on the Hub leave out what is at its defaults
         BIAS | SHAPE | dict(
             vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
@@ -611,7 +639,7 @@ FAMILIES: dict[str, Family] = {
             sliding_window=4096, sliding_window_pattern=6, layer_types="sliding_window_pattern"),
         dict(qk_norm=True, norm_around=True, norm_offset=True,
              attention_scale=lambda reader: reader["query_pre_attn_scalar"] ** -0.5,
-             embedding_scale=lambda reader: reader["hidden_size"] ** 0.5),
+             embedding_scale=Reader.root_of_width),
         rope=dict(sliding_attention=1e4)),
     "seed_oss": Family(BIASES | dict(
         max_position_embeddings=524288, num_key_value_heads=8, head_dim=128, attention_bias=True,
@@ -659,11 +687,8 @@ FAMILIES: dict[str, Family] = {
 
 # Families that users ask for and that compute what is not implemented, with what that is.
 NOT_IMPLEMENTED = {
-    "gemma": "norms of 1 + weight and a scaled embedding",
     "gemma2": "soft-capped scores and logits",
-    "gemma3": "its vision layers (take its text_config)",
     "deepseek_v2": "groups scored by their maximum",
-    "qwen2_moe": "a gate of the shared expert",
     "llama4": "chunked attention",
     "phimoe": "sparsemixer routing",
 }

@@ -64,6 +64,7 @@ FAMILY_NAMES = {
         "mlp.shared.down": "mlp.shared_mlp.down_proj",
     },
     "gemma3_text": AROUND,
+    "qwen2_moe": QWEN_HYBRID,
     "qwen3_next": QWEN_HYBRID | {"attn.project": "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"},
     "qwen3_5_text": QWEN35,
     "qwen3_5_moe_text": QWEN_HYBRID | QWEN35,

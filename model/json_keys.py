@@ -177,8 +177,9 @@ class Keys:
             self.used.add(key)
 
     def unknown(self) -> tuple[str, ...]:
-        """Keys that are neither used nor known as irrelevant."""
-        left = [key for key in self.leftover() if key not in config_keys.IGNORED]
+        """Keys that have no effect, and are not known as irrelevant."""
+        left = {key: self.raw[key] for key in self.leftover() if key not in config_keys.IGNORED}
+        left = {k: v for k, v in left.items() if v or k not in config_keys.WITHOUT_EFFECT}
         return tuple(key for key in left if not key.startswith(("_", "summary_")))
 
 
