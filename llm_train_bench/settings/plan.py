@@ -265,10 +265,10 @@ def resolve_amp(
         allowed = [a.amp for a in choices if not broken_rule(a, script)]
         amp = next((name for name in allowed if widths % ROW_UNITS[name] == 0), formats[0])
     if widths % (unit := ROW_UNITS[amp]):
+        latent = f", latent size {e.latent}" if e.latent else ""
         raise UsageError(
-            f"{config.path}: hidden size {config.hidden_size}"
-            + (f", latent size {e.latent}" if e.latent else "")
-            + f" and expert size {e.size} must be multiples of {unit} under --amp {amp}; change the config"
+            f"{config.path}: hidden size {config.hidden_size}{latent} and expert size {e.size} "
+            f"must be multiples of {unit} under --amp {amp}; change the config"
         )
     return amp
 
