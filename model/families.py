@@ -125,10 +125,7 @@ class Reader(Keys):
 
     def prepare_nemotron(self) -> None:
         """Find the kind of each layer; their number replaces num_hidden_layers, as in transformers."""
-        key, older = (
-            "layers_block_type",
-            {"mamba": "linear_attention", "attention": "full_attention"},
-        )
+        key, older = "layers_block_type", dict(mamba="linear_attention", attention="full_attention")
         kinds, pattern = self.get(key, None), self.get("hybrid_override_pattern", None)
         if kinds is None and isinstance(pattern, str):
             kinds = [NEMOTRON_LETTERS.get(letter, letter) for letter in pattern]
@@ -142,11 +139,9 @@ class Reader(Keys):
         self.has_experts = "moe" in kinds
         fits = not self.has_experts or self.raw.get("mlp_bias") is not True
         self.check(fits, "mlp_bias", "only false is implemented with experts")
-        fields = dict(
-            layer_types=("linear_attention",), dense_layers=("mlp",), mlp_alone=("moe", "mlp")
-        )
-        fields |= dict(mixer_alone=("linear_attention", "full_attention"))
-        for name, of_kinds in fields.items():
+        mixers = ("linear_attention", "full_attention")
+        lists = dict(layer_types=mixers[:1], dense_layers=("mlp",), mlp_alone=("moe", "mlp"))
+        for name, of_kinds in (lists | dict(mixer_alone=mixers)).items():
             self.values[name] = [i for i, kind in enumerate(kinds) if kind in of_kinds]
 
     # Granite 4.
@@ -184,10 +179,6 @@ class Reader(Keys):
         return "gelu_tanh" if name == "gelu" else name
 
     # What follows from several keys.
-    def root_of_width(self) -> float:
-        """The factor of Gemma's embedding."""
-        return self["hidden_size"] ** 0.5
-
     def read(self) -> Row:
         """The fields of a ModelConfig."""
         family, values, bias = self.family, self.values, self.values.get("attention_bias", False)
@@ -235,13 +226,12 @@ class Reader(Keys):
         where = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         parameters = self.raw.get(where) or self.family.rope
         if "sliding_attention" in self.family.rope:
-            where, (parameters, fields["local_rope_theta"]) = "rope_parameters", self.two_ropes()
+            where = "rope_parameters"
+            parameters, fields["local_rope_theta"] = self.two_ropes()
         fits = isinstance(parameters, dict)
         self.check(fits, where, f"must be an object or null, found {kind_of(parameters)}")
-        differ = any(isinstance(value, dict) for value in parameters.values())
-        self.check(
-            not differ, where, "rotary parameters that differ by layer type are not implemented"
-        )
+        fits = not any(isinstance(value, dict) for value in parameters.values())
+        self.check(fits, where, "rotary parameters that differ by layer type are not implemented")
         inner = Keys(parameters, self.where, prefix=f"{where}.")
         self.used |= {"rope_scaling", "rope_parameters"}
         inner.used |= {"rope_type", "type", PART, *self.family.rope_keys.split()}
@@ -254,9 +244,8 @@ class Reader(Keys):
         self.check(kind in ("default", "linear", "llama3", "yarn"), where, why)
         scaling = self.rope_scaling(kind, inner)
         place = inner if "rope_theta" in parameters else self
-        place.check(
-            kind != "yarn" or theta > 1, "rope_theta", "must be above 1 for rope type 'yarn'"
-        )
+        fits = kind != "yarn" or theta > 1
+        place.check(fits, "rope_theta", "must be above 1 for rope type 'yarn'")
         for key in inner.leftover():
             known = kind == "yarn" and key in WITHOUT_EFFECT
             self.check(known, where, f"{key!r} has no meaning for rope type {kind!r}")
@@ -310,7 +299,8 @@ class Reader(Keys):
             return RopeScaling(kind, factor, low, high, original)
         factor = inner.number("factor", positions / original)
         gain = yarn_mscale(factor)
-        if all([inner.get(key, None) for key in ("mscale", "mscale_all_dim")]):  # noqa: C419 (asks for both)
+        mscales = [inner.get(key, None) for key in ("mscale", "mscale_all_dim")]
+        if all(mscales):
             gain = yarn_mscale(factor, inner.number("mscale"))
             gain /= yarn_mscale(factor, inner.number("mscale_all_dim"))
         fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
@@ -321,8 +311,8 @@ class Reader(Keys):
     def rotary_size(self, head_dim: int, inner: Keys) -> int | None:
         """Rotated elements of a head; None if that is all. The part in `inner` wins."""
         if PART not in self.values:
-            fits, why = self.number(PART, 1.0) == 1.0, "only 1 (the whole head) is implemented"
-            self.check(fits, PART, why)
+            why = "only 1 (the whole head) is implemented"
+            self.check(self.number(PART, 1.0) == 1.0, PART, why)
             inner.check(inner.factor(PART, 1.0) == 1.0, PART, why)
             return None
         if self.values.get("rotary_dim"):  # of MiniMax-M2
@@ -340,8 +330,9 @@ class Reader(Keys):
         self, head_dim: int, scaling: RopeScaling | Yarn | None, mscale: float | None
     ) -> Row:
         """Attention through narrow layers, and its scale, which YaRN raises."""
-        heads, why = self["num_attention_heads"], "only false is implemented for this family"
+        why = "only false is implemented for this family"
         self.check(not self["attention_bias"], "attention_bias", why)
+        heads = self["num_attention_heads"]
         fits = self["num_key_value_heads"] in (None, heads)
         self.check(fits, "num_key_value_heads", f"must be num_attention_heads = {heads}")
         scale = head_dim**-0.5
@@ -376,10 +367,10 @@ class Reader(Keys):
         self.check(e.per_token <= e.number, "num_experts_per_tok", f"is above {key} {e.number}")
         fits = e.correction or not e.correction_rate
         self.check(fits, "router_bias_update_rate", "this family's router has no such bias")
-        divisors = [str(g) for g in range(1, e.number // 2 + 1) if e.number % g == 0] or ["1"]
-        why = f"{e.number} experts do not divide into groups of two or more"
-        fits = str(e.groups) in ("1", *divisors)
-        self.check(fits, "n_group", f"{why}; {', '.join(divisors)} would do")
+        if e.number % e.groups or (e.groups > 1 and e.number == e.groups):
+            divisors = [str(g) for g in range(1, e.number // 2 + 1) if e.number % g == 0]
+            why = f"{e.number} experts do not divide into groups of two or more"
+            raise self.error("n_group", f"{why}; {', '.join(divisors or ['1'])} would do")
         self.check(e.groups_per_token <= e.groups, "topk_group", f"is above n_group {e.groups}")
         fits = e.per_token <= e.number // e.groups * e.groups_per_token
         self.check(fits, "topk_group", "its groups have fewer experts than a token needs")
@@ -629,7 +620,8 @@ FAMILIES: dict[str, Family] = {
             vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28,
             num_attention_heads=16, num_key_value_heads=16, head_dim=256, max_position_embeddings=8192,
             tie_word_embeddings=True, pad_token_id=0, hidden_act=Reader.gemma_activation),
-        dict(norm_offset=True, embedding_scale=Reader.root_of_width), unread="hidden_activation"),
+        dict(norm_offset=True, embedding_scale=lambda reader: reader["hidden_size"] ** 0.5),
+        unread="hidden_activation"),
     "gemma3_text": Family(  # its files on the Hub leave out what is at its defaults
         BIAS | SHAPE | dict(
             vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
@@ -639,7 +631,7 @@ FAMILIES: dict[str, Family] = {
             sliding_window=4096, sliding_window_pattern=6, layer_types="sliding_window_pattern"),
         dict(qk_norm=True, norm_around=True, norm_offset=True,
              attention_scale=lambda reader: reader["query_pre_attn_scalar"] ** -0.5,
-             embedding_scale=Reader.root_of_width),
+             embedding_scale=lambda reader: reader["hidden_size"] ** 0.5),
         rope=dict(sliding_attention=1e4)),
     "seed_oss": Family(BIASES | dict(
         max_position_embeddings=524288, num_key_value_heads=8, head_dim=128, attention_bias=True,
