@@ -313,11 +313,12 @@ class Reader(Keys):
         if PART not in self.values:
             why = "only 1 (the whole head) is implemented"
             self.check(self.number(PART, 1.0) == 1.0, PART, why)
-            inner.check(inner.factor(PART, 1.0) == 1.0, PART, why)
+            inner.check(inner.number(PART, 1.0, null=False) == 1.0, PART, why)
             return None
         if self.values.get("rotary_dim"):  # of MiniMax-M2
             self.raw = {PART: self["rotary_dim"] / head_dim} | self.raw
-        turned = int(head_dim * inner.factor(PART, self.factor(PART, self[PART])))
+        part = self.number(PART, self[PART], null=False)
+        turned = int(head_dim * inner.number(PART, part, null=False))
         if "kv_lora_rank" in self.values:
             fits = PART not in inner.raw or turned == self["qk_rope_head_dim"]
             self.check(fits, "rope_parameters", f"{PART} must be that of qk_rope_head_dim")
@@ -417,7 +418,7 @@ def from_first_dialect(raw: Row, where: str) -> Row:
 BY_TYPE: dict[type, Callable[..., Any]] = {bool: Keys.boolean, float: Keys.number}
 RULES: dict[str, Callable[..., Any]] = dict.fromkeys(("dropout", "pdrop", "rate"), Keys.fraction)
 RULES |= dict.fromkeys(("act", "activation", "function"), Keys.activation)
-RULES |= dict.fromkeys(("multiplier", PART), Keys.factor)
+RULES |= dict.fromkeys(("multiplier", PART), partial(Keys.number, null=False))
 RULES |= dict.fromkeys("num_key_value_heads head_dim sliding_window q_lora_rank".split(),
                        partial(Keys.integer, null=True))
 RULES |= dict(
@@ -426,7 +427,7 @@ RULES |= dict(
     first_k_dense_replace=lambda *read: range(Keys.integer(*read, minimum=0)),
     max_window_layers=lambda *read: ALL_LAYERS[Keys.integer(*read, minimum=0):],
     router_aux_loss_coef=partial(Keys.fraction, below=1e6, to="on"),
-    logits_scaling=lambda *read: 1 / Keys.factor(*read))
+    logits_scaling=lambda *read: 1 / Keys.number(*read, null=False))
 # Names that transformers takes for a key, the strongest first.
 MAMBA_SPELLINGS = dict(
     time_step_min="mamba_dt_min", n_groups="mamba_n_groups", conv_kernel="mamba_d_conv",

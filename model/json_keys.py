@@ -123,18 +123,14 @@ class Keys:
         self.check(value < (2**31 if "layer" not in key else 2**12), key, "is absurdly large")
         return value
 
-    def number(self, key: str, default: Any = ...) -> float:
-        """A finite number above 0; null means the default, where there is one."""
+    def number(self, key: str, default: Any = ..., null: bool = True) -> float:
+        """A finite number above 0; null means the default, where there is one and `null` is allowed."""
         value = self.get(key, default)
-        value = default if value is None and default is not ... else value
+        value = default if value is None and null and default is not ... else value
         self.check(type(value) in (int, float), key, f"must be a number, found {kind_of(value)}")
         why = "is absurdly large" if value > 1 else "must be well above 0"
         self.check(1e-300 < value < 1e300, key, why)
         return float(value)
-
-    def factor(self, key: str, default: float) -> float:
-        """A number above 0, where null is none."""
-        return self.number(key) if key in self.raw else default
 
     def fraction(self, key: str, default: float, below: float = 1, to: str = "to below 1") -> float:
         """A number from 0 to below 1, such as a dropout rate; null is none."""
