@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
+from llm_train_bench.model.config_keys import WITHOUT_EFFECT
 from llm_train_bench.model.families import FAMILIES, MTP_KEYS
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
@@ -261,5 +262,6 @@ def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         settings = dict(architectures=[ARCHITECTURES[config.model_type]], dtype=dtype)
         settings |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}  # the file has no modules
-        settings = config.raw | settings
+        kept = {key: v for key, v in config.raw.items() if key not in WITHOUT_EFFECT}
+        settings = kept | settings
     (directory / f"{prefix}config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -91,6 +91,7 @@ FAMILY_NAMES = {
     "hy_v3": gated("mlp.shared", "mlp.shared_mlp")
     | {"mlp.router": "mlp.router.gate", "mlp.router.correction": "mlp.expert_bias"},
     "gemma3_text": POST_NORMS,
+    "qwen2_moe": QWEN_HYBRID,
     "qwen3_next": QWEN_HYBRID
     | {"recurrent.project": "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"},
     "qwen3_5_text": QWEN35,

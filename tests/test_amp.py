@@ -111,6 +111,10 @@ def test_experts_of_odd_sizes_are_computed_in_fp32():
     emulated = words("x.json --seq-len 16 --use-fp8 --fp8-emulate")
     assert plan_of(emulated, config=shape, platform="cpu").work.amp == "off"
     assert plan_of(["x.json", "--seq-len", 16], config=config("qwen3_moe")).work.amp == "bf16"
+    narrow = config("nemotron_h", moe_latent_size=12)  # what its experts see of a token
+    assert plan_of(["x.json", "--seq-len", 16], config=narrow).work.amp == "off"
+    with pytest.raises(UsageError, match="latent size 12 and expert size 24 must be multiples"):
+        plan_of(words("x.json --seq-len 16 --amp bf16"), config=narrow)
 
 
 def test_the_device_that_is_meant_decides(cpu_with, output_of):
