@@ -29,7 +29,7 @@ INSERTIONS = [
     ("model/families.py", '    "mistral": Family(',
      '    "arcee": Family(BIASES | dict(hidden_act="relu2", rms_norm_eps=1e-5,\n'
      "        max_position_embeddings=4096), dict(gated_mlp=False)),\n"),
-    ("model/hf_names.py", '    "mixtral": {', '    "arcee": {"mlp.up": "mlp.up_proj"},\n'),
+    ("model/hf_names.py", '    "mixtral": BLOCK', '    "arcee": {"mlp.up": "mlp.up_proj"},\n'),
     (FLAGS, "    grad_clip: float = flag(",
      "    lr_power: float = flag(1.0, LEARNT, above=0, at_most=2)\n"),
     (FLAGS, "    grad_clip: Largest", "    lr_power: A new flag [no unit].\n"),
