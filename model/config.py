@@ -288,8 +288,9 @@ def text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     As in transformers, the whole file says whether embeddings are tied, if it says so.
     """
     text, tied = raw.get("text_config"), "tie_word_embeddings"
-    known = isinstance(text, dict) and str(text.get("model_type")) in FAMILIES
-    if not known or str(raw.get("model_type")) in FAMILIES:
+    if not isinstance(text, dict) or str(raw.get("model_type")) in FAMILIES:
+        return raw, []
+    if str(text.get("model_type")) not in FAMILIES:
         return raw, []
     keys = Keys({key: value for key, value in raw.items() if key not in text}, "")
     keys.used |= {"model_type", "text_config", tied}

@@ -237,7 +237,7 @@ class Reader(Keys):
         """Rotary frequencies, and what of heads they turn and how they scale attention."""
         fields: Row = {}
         where = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
-        parameters = self.raw.get(where) or self.family.rope
+        parameters: Any = self.raw.get(where) or self.family.rope
         if "sliding_attention" in self.family.rope:
             where = "rope_parameters"
             parameters, fields["local_rope_theta"] = self.two_ropes()
@@ -278,10 +278,11 @@ class Reader(Keys):
         They are those of rope_parameters by kind of layer, or are in older keys.
         """
         key, kinds = "rope_parameters", ("full_attention", "sliding_attention")
-        by_kind = self.raw.get(key) or {}
+        by_kind: Any = self.raw.get(key) or {}
         fits = isinstance(by_kind, dict) and {*by_kind} <= {*kinds}
         self.check(fits, key, f"must hold {' and '.join(kinds)} for this family")
-        full, slides = (by_kind.get(kind) or {} for kind in kinds)
+        full: Any = by_kind.get("full_attention") or {}
+        slides: Any = by_kind.get("sliding_attention") or {}
         fits = isinstance(full, dict) and isinstance(slides, dict)
         self.check(fits, key, "must hold an object for each kind of layer")
         inner = Keys(slides, self.where, prefix="rope_parameters.sliding_attention.")
@@ -290,7 +291,7 @@ class Reader(Keys):
         theta = inner.number("rope_theta", default)
         for extra in inner.leftover():
             raise inner.error(extra, "is not implemented for layers with windows")
-        old = self.raw.get("rope_scaling") or {}
+        old: Any = self.raw.get("rope_scaling") or {}
         fits = isinstance(old, dict) and "type" not in old
         self.check(fits, "rope_scaling", "must be an object with a rope_type for this family")
         return full | old, theta
