@@ -68,7 +68,6 @@ class RunRecord:
             if self.file:
                 self.result.status, self.result.error = classify(error)
                 self.file.write(self.result, last=True)
-            self.release()
             raise
         return self
 
@@ -126,9 +125,6 @@ class RunRecord:
         self.tracked = [WandbRun(r, self.directory)] if self.output.track else []
         self.sinks += self.tracked
 
-    def release(self) -> None:
-        """Give back what the run holds besides its files."""
-
     def close_window(self) -> None:
         """The measured window has ended; the device is idle. With several ranks all must come here."""
         fill_rank_metrics(self.result, self.window.close(self.log))
@@ -143,7 +139,6 @@ class RunRecord:
             if self.file:
                 with self.ending:
                     self.finish(error, when, self.file)
-            self.release()
 
     def how_it_ended(self, error: BaseException, when: float) -> tuple[Status, str]:
         """Status and error of the run, which ended at `when`; later failures are not its cause."""

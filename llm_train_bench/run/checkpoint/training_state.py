@@ -96,17 +96,12 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Let dropout go on from a `random_state`."""
-    torch.set_rng_state(state["rng/cpu"])
-    if device.type == "cuda" and "rng/cuda" in state:
-        torch.cuda.set_rng_state(state["rng/cuda"], device)
-
-
-def saved_random_state(directory: Path, rank: int) -> dict[str, Tensor]:
-    """That of this rank of the same layout, where it saved a checkpoint."""
+def restore_random_state(directory: Path, rank: int, device: torch.device) -> None:
+    """Let dropout go on from the `random_state` that a rank of the same layout saved."""
     with safe_open(directory / file_of(rank), framework="pt") as f:
-        return {name: f.get_tensor(name) for name in f.keys() if name.startswith("rng/")}  # noqa: SIM118
+        torch.set_rng_state(f.get_tensor("rng/cpu"))
+        if device.type == "cuda" and "rng/cuda" in f.keys():  # noqa: SIM118 (it is no dictionary)
+            torch.cuda.set_rng_state(f.get_tensor("rng/cuda"), device)
 
 
 @torch.no_grad()
