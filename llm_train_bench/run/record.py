@@ -66,7 +66,8 @@ class RunRecord:
             self.open()
         except BaseException as error:
             if self.file:
-                self.result.status, self.result.error = classify(error)
+                ending = classify(error)
+                self.result.status, self.result.error = ending.status, ending.text
                 self.file.write(self.result, last=True)
             raise
         return self
@@ -142,12 +143,13 @@ class RunRecord:
 
     def how_it_ended(self, error: BaseException, when: float) -> tuple[Status, str]:
         """Status and error of the run, which ended at `when`; later failures are not its cause."""
-        status, text = classify(error)
+        ending = classify(error)
         # A rank that lost another, or that the agent ended, is not the cause.
-        interrupted = status == "interrupted"
-        if text.startswith(NO_CAUSE) or interrupted:
-            return first_error(self.directory, when, interrupted) or (status, text)
-        return status, text
+        interrupted = ending.status == "interrupted"
+        if ending.text.startswith(NO_CAUSE) or interrupted:
+            cause = first_error(self.directory, when, interrupted)
+            return cause or (ending.status, ending.text)
+        return ending.status, ending.text
 
     def finish(self, error: BaseException | None, when: float, file: ResultFile) -> None:
         """Write the result of a run that ended at `when` [s since 1970], and close its files."""
