@@ -22,7 +22,6 @@ from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main, tell_next,
 from llm_train_bench.results.result_files import command_began, read_result
 from llm_train_bench.results.schema import Lineage
 from llm_train_bench.run.checkpoint import manifest as manifests
-from llm_train_bench.run.checkpoint.durable import failure_of
 from llm_train_bench.run.provenance import default_name
 from llm_train_bench.settings.plan import Plan
 
@@ -183,10 +182,10 @@ def _find_newest(attempt: Attempt) -> None:
     if attempt.saves and place.is_dir():
         attempt.lock = take_lock(place)
     attempt.checkpoint = manifests.newest(place, attempt.notes)
-    if attempt.checkpoint is None and (damaged := manifests.committed(place)):
-        why = failure_of(manifests.verify, damaged[-1])
+    if attempt.checkpoint is None and attempt.notes:
+        why = attempt.notes[0]
         raise UsageError(
-            f"{place}: none of its checkpoints can be read ({why}); move it away to start anew"
+            f"no checkpoint in {place} can be read ({why}); move it away to start anew"
         )
 
 

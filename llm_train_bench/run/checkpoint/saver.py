@@ -106,7 +106,7 @@ class Saver:
     def __init__(self, run: Run, model: HasWeights, optimizer: Optimizer):
         self.run, self.model, self.optimizer = run, model, optimizer
         self.files, self.directory = Files(), run.attempt.place
-        self.staging = training_state.Staging(run.device)
+        self.copies: dict[str, Tensor] = {}  # of this rank's shares, in host memory
         self.saving: _Save | None = None
         self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
         self.asked = STOP if early_wish() else 0.0
@@ -202,7 +202,7 @@ class Saver:
                 groups=weight.groups,
                 parts=parts,
             )
-        copies, event = self.staging.copy(tensors)
+        event = training_state.copy_to_host(tensors, self.copies, self.run.device)
         # A committed step's losses are on disk before it is.
         self.run.end_steps()
         synchronize(self.run.device)
@@ -210,7 +210,7 @@ class Saver:
         scaler = self.run.scaler
         scale = scaler and {name: float(getattr(scaler, name)) for name in scaler.STATE}
         save = _Save(step, deadline or time.monotonic() + SAVE_S, scale)
-        arguments = save, copies, event, share
+        arguments = save, event, share
         save.thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=SAVES)
         save.thread.start()
         self.saving = save
@@ -238,16 +238,16 @@ class Saver:
                 text = f"the save of step {save.step} did not end"
             self._tell(f"{text}; no more saves are made")
 
-    def _write(self, save: _Save, copies: dict, event, share: _Share) -> None:
+    def _write(self, save: _Save, event: torch.cuda.Event | None, share: _Share) -> None:
         """In a thread: write this rank's share; rank 0 commits what all have written."""
         start, ranks = time.perf_counter(), self.run.ranks
         part = self.directory / f".step-{save.step:08}.part"
         try:
             if event:
                 event.synchronize()
-            floats = (t for t in copies.values() if t.is_floating_point())
+            floats = (t for t in self.copies.values() if t.is_floating_point())
             share.finite = all(bool(t.isfinite().all()) for t in floats)
-            share.error = failure_of(self._write_share, part, share, copies)
+            share.error = failure_of(self._write_share, part, share)
             shares = gather(ranks, share, self.group)
             problem = None
             if ranks.main and (problem := failure_of(self._commit, save, part, shares)):
@@ -269,9 +269,9 @@ class Saver:
             more = "; no more saves are made" * self.given_up
             self._tell(f"step {save.step} was not saved: {one_line(error)}{more}")
 
-    def _write_share(self, part: Path, share: _Share, copies: dict[str, Tensor]) -> None:
+    def _write_share(self, part: Path, share: _Share) -> None:
         self.files.make(part)
-        share.size, share.crc = self.files.write(part / share.name, encoded(copies))
+        share.size, share.crc = self.files.write(part / share.name, encoded(self.copies))
 
     def _commit(self, save: _Save, part: Path, shares: list[_Share]) -> None:
         """On rank 0: the manifest, then the final name, then older checkpoints go."""

@@ -66,26 +66,19 @@ def own_share(
     return local[first:last], StoredShard(file, shard)
 
 
-class Staging:
-    """Copies of this rank's shares in host memory, which a thread can write while training goes on."""
+def copy_to_host(
+    tensors: dict[str, Tensor], copies: dict[str, Tensor], device: torch.device
+) -> torch.cuda.Event | None:
+    """Copy this rank's shares into `copies`, which a thread can write while training goes on.
 
-    def __init__(self, device: torch.device):
-        self.pinned = device.type == "cuda"
-        self.buffers: dict[str, Tensor] = {}
-
-    def copy(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-        """The copies, and on a GPU the event after which they are complete, in stream order."""
-        for name, tensor in tensors.items():
-            if name not in self.buffers:
-                self.buffers[name] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned
-                )
-            self.buffers[name].copy_(tensor, non_blocking=True)
-        event = None
-        if self.pinned:
-            event = torch.cuda.Event()
-            event.record()
-        return self.buffers, event
+    The first call makes them. On a GPU: the event after which they are complete, in stream order.
+    """
+    pinned = device.type == "cuda"
+    for name, tensor in tensors.items():
+        if name not in copies:
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        copies[name].copy_(tensor, non_blocking=True)
+    return torch.cuda.current_stream().record_event() if pinned else None
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
