@@ -63,7 +63,6 @@ class Manifest(Strict):
     schema_version: Literal[2] = 2
     run: str
     step: int
-    world: int
     layout: str
     """Script, ranks and accumulation: where they are the same, dropout goes on as it was."""
     args: dict[str, Any]

@@ -305,7 +305,6 @@ class Saver:
         return manifests.Manifest(
             run=run.result.run_name,
             step=save.step,
-            world=work.world,
             layout=layout(run),
             args=run.result.args,
             global_batch=work.batch.global_batch,
