@@ -21,7 +21,7 @@ from unittest import mock
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint import durable
-from llm_train_bench.run.checkpoint.lineage import attempts, place_of
+from llm_train_bench.run.checkpoint.lineage import attempts
 from llm_train_bench.run.checkpoint.manifest import committed, step_of
 from tests import faults
 from tests.helpers import free_port, records_of
@@ -127,8 +127,10 @@ class Watch(threading.Thread):
             for run in attempts(*self.where):
                 if run.name in self.starts or not (run / "result.json").exists():
                     continue
-                place = place_of(*self.where)
-                saved = committed(place) if place else []  # it takes longer to save its own first
+                out, name = self.where
+                saved = committed(
+                    out / name / "checkpoints"
+                )  # it takes longer to save its own first
                 begin = saved[-1] if saved else self.given
                 newest_step = step_of(begin) if begin else 0
                 with contextlib.suppress(ValueError, OSError):

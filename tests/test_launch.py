@@ -28,7 +28,7 @@ from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks
 from llm_train_bench.results.result_files import complete_result
 from llm_train_bench.run import agent, launch, life, signals
 from llm_train_bench.run.agent import first_failure
-from llm_train_bench.run.failures import LOST, classify, first_error, is_our_fault, keep_error
+from llm_train_bench.run.failures import LOST, classify, first_error, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
 from tests.helpers import ROOT, answers, free_port, only_result, read_steps, result_of
@@ -257,12 +257,12 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     assert first_error(directory, now, consequences=True) == ("failed", "rank 0: no step in 5 s")
     with pytest.raises(RuntimeError) as on_a_cpu:
         torch.empty(2**60)
-    assert classify(on_a_cpu.value)[0] == "oom"
-    full = [classify(OSError(number, "x"))[1] for number in (errno.EDQUOT, errno.ENOSPC)]
+    assert classify(on_a_cpu.value).status == "oom"
+    full = [classify(OSError(number, "x")).text for number in (errno.EDQUOT, errno.ENOSPC)]
     assert all(text.startswith("disk full: ") for text in full)
-    assert classify(ValueError("a\n b " * 200)) == ("failed", f"ValueError: {'a b ' * 125}")
-    assert classify(Preempted("SIGTERM")) == ("interrupted", "interrupted by SIGTERM")
-    assert classify(Preempted("x", 3)) == ("preempted", "saved at step 3 and stopped by x")
+    assert classify(ValueError("a\n b " * 200))[:2] == ("failed", f"ValueError: {'a b ' * 125}")
+    assert classify(Preempted("SIGTERM"))[:2] == ("interrupted", "interrupted by SIGTERM")
+    assert classify(Preempted("x", 3))[:2] == ("preempted", "saved at step 3 and stopped by x")
 
 
 @pytest.mark.parametrize("was, status, kept", [
@@ -283,7 +283,7 @@ def test_the_launcher_gives_a_result_its_true_end(was, status, kept, tmp_path):
 def test_whose_error_it_is(text, said):
     kind, _, message = text.partition(": ")
     kinds = {k.__name__: k for k in (RuntimeError, DistBackendError, DistStoreError)}
-    assert classify(kinds[kind](message))[1].startswith(said)
+    assert classify(kinds[kind](message)).text.startswith(said)
 
 
 def join_as_rank_0(world, port, timeout_s) -> str:
@@ -292,8 +292,8 @@ def join_as_rank_0(world, port, timeout_s) -> str:
     environ = mock.patch.dict(os.environ, where, RANK="0", WORLD_SIZE=str(world))
     with environ, pytest.raises(NotJoined) as stop:
         join(Ranks(0, world, 0), torch.device("cpu"), timeout_s)
-    assert not is_our_fault(stop.value)
-    return classify(stop.value)[1]
+    assert not classify(stop.value).ours
+    return classify(stop.value).text
 
 
 @mock.patch.dict(os.environ, RANK="2", WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_SIZE="2")

@@ -363,7 +363,7 @@ class Meter(RunRecord):
         except Exception as error:
             if error is failed:
                 raise
-            why = classify(error)[1]
+            why = classify(error).text
             self.result.remark(f"the kernels that ran were not observed: {why}")
 
     def _look(self, trace: Trace) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerAction, ProfilerActivity
+from torch.profiler import ProfilerActivity
 
 from llm_train_bench.apply.compile import compile_counts
 from llm_train_bench.measure.device import synchronize
@@ -55,21 +55,19 @@ class TorchCapture:
 
     def _start(self) -> None:
         synchronize(self.run.device)
+        warmup = self.steps.start - self.first
+        schedule = torch.profiler.schedule(
+            skip_first=self.first, wait=0, warmup=warmup, active=len(self.steps), repeat=1
+        )
         self.profiler = build_profiler(
             self.run.device,
-            schedule=self._action,
+            schedule=schedule,
             # On a CPU a matmul's name says nothing of its format.
             record_shapes=self.run.device.type == "cpu",
         )
         self.profiler.step_num = self.first  # the trace counts steps as the run does
-        self.profiler.current_action = self._action(self.first)
+        self.profiler.current_action = schedule(self.first)
         self.profiler.start()
-
-    def _action(self, step: int) -> ProfilerAction:
-        if step not in self.steps:
-            return ProfilerAction.WARMUP if step < self.steps.start else ProfilerAction.NONE
-        last = step == self.steps[-1]
-        return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
 
     def after(self, step: int) -> None:
         """End the step in the trace; the captured ones begin and end with an idle device."""
