@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from llm_train_bench.formulas.work import Parallelism
 from llm_train_bench.model.layers import autocast_dtype
-from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, count_rows
+from llm_train_bench.model.layout import Attend, HasWeights, Places, count_rows
 from llm_train_bench.model.products import PLAIN, LinearProduct, products_of
 from llm_train_bench.model.weights import Weight, part_of
 from llm_train_bench.parallel.ddp import ReplicaLayout
@@ -109,16 +109,12 @@ class RankLayout(ReplicaLayout):
 
     def __init__(self, parallelism: Parallelism, rank: int):
         self.parallelism, self.ulysses = parallelism, parallelism.ulysses
-        self.tp, self.cp, self.ep, self.pp = (
-            parallelism.tp,
-            parallelism.cp,
-            parallelism.ep,
-            parallelism.pp,
-        )
-        self.pp_rank, self.stage_rank = divmod(rank, parallelism.ranks)
+        self.tp, self.cp = parallelism.tp, parallelism.cp
+        self.ep, self.pp = parallelism.ep, parallelism.pp
+        self.pp_rank, stage_rank = divmod(rank, parallelism.ranks)
         self.tp_rank, self.cp_rank = rank % self.tp, rank // self.tp % self.cp
-        self.ep_rank = self.stage_rank % self.ep
-        self.data_rank = self.stage_rank // (self.tp * self.cp)
+        self.ep_rank = stage_rank % self.ep
+        self.data_rank = stage_rank // (self.tp * self.cp)
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.names: dict[str, Any] = {}  # of the groups
         self.owners: dist.ProcessGroup | None = None  # all that share one copy of the same layers
@@ -206,28 +202,19 @@ class RankLayout(ReplicaLayout):
     def gradients(self, model: HasWeights) -> "Gradients | None":
         return Gradients(model, self) if self.parallelism.divided else None
 
-    def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
-        if documents is None or self.cp == 1 or self.ulysses:
-            return self._fixed_places(T, device)
-        return self._placed(shared_by_work(documents.starts, self.cp), device)
-
     @functools.cache  # noqa: B019 (a layout lives as long as its run)
-    def _fixed_places(self, T: int, device: torch.device) -> Places:
+    def places(self, T: int, device: torch.device) -> Places:
         if self.tp * self.cp == 1:
             return Places()
         held = torch.arange(T, device="cpu").view(self.cp, -1)
         if not self.ulysses:  # a chunk from the head and one from the tail: equal work
             head, tail = held.view(2 * self.cp, -1).split(self.cp)
             held = torch.cat((head, tail.flip(0)), dim=1)
-        return self._placed(held, device)
-
-    def _placed(self, held: Tensor, device: torch.device) -> Places:
-        """The places of this rank, if the cp ranks hold these positions (cp, T / cp) on the host."""
-        mine, order = held[self.cp_rank], held.flatten().argsort().to(device)
+        mine = held[self.cp_rank]
         own, gathered = mine.chunk(self.tp)[self.tp_rank].to(device), mine.to(device)
         if self.cp == 1 or self.ulysses:
             return Places(own, None if self.cp == 1 else gathered)
-        return Places(own, gathered, mine, order)
+        return Places(own, gathered, mine, held.flatten().argsort().to(device))
 
     def gather(self, x: Tensor) -> Tensor:
         if self.tp == 1:
@@ -380,28 +367,6 @@ class RankLayout(ReplicaLayout):
         sums = _Summed.apply(y, order // k, len(tokens))
         back = funcol.all_to_all_single_autograd(sums, there, here, self.names["ep"])
         return _Summed.apply(back, token, N)
-
-
-# Chunks of a sample for each cp rank, of which documents give unequal work.
-CHUNKS = 16
-
-
-def shared_by_work(starts: Tensor, cp: int) -> Tensor:
-    """(cp, T / cp) positions for cp ranks, in chunks, with about equal numbers of keys to meet.
-
-    `starts` (B, T): where each position's document begins. The chunk with the most work goes to the rank
-    with the least, of those that have room.
-    """
-    T = starts.shape[1]
-    each = next(n for n in (CHUNKS, CHUNKS // 2, CHUNKS // 4, 2) if T % (n * cp) == 0)
-    keys = (torch.arange(1, T + 1) - starts).sum(0).view(cp * each, -1).sum(1).tolist()
-    work, chunks = [0] * cp, [[] for _ in range(cp)]
-    for chunk in sorted(range(len(keys)), key=keys.__getitem__, reverse=True):
-        rank = min((r for r in range(cp) if len(chunks[r]) < each), key=work.__getitem__)
-        work[rank] += keys[chunk]
-        chunks[rank].append(chunk)
-    positions = torch.arange(T).view(cp * each, -1)
-    return torch.stack([positions[sorted(mine)].flatten() for mine in chunks])
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
