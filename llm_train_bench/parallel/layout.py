@@ -6,7 +6,7 @@ Ulysses (Jacobs et al. 2023), or gathers keys and values (Llama 3, 3.3.2) where 
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,11 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from llm_train_bench.apply.optimizer import local_gradients
 from llm_train_bench.formulas.work import Parallelism
-from llm_train_bench.model.layers import autocast_dtype
 from llm_train_bench.model.layout import Attend, HasWeights, Places, count_rows
-from llm_train_bench.model.products import PLAIN, LinearProduct, products_of
+from llm_train_bench.model.products import add_bias, multiply
 from llm_train_bench.model.weights import Weight, part_of
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
@@ -241,10 +240,7 @@ class RankLayout(ReplicaLayout):
     def columns(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        dtype = autocast_dtype(x.device) or x.dtype
-        moves = products_of(linear), self._gathering, self._scattering
-        y = LinearProduct.apply(x.to(dtype), linear.weight.to(dtype), *moves)
-        return y if linear.bias is None else y + linear.bias.to(y.dtype)
+        return add_bias(linear, multiply(linear, x, self._gathering, self._scattering))
 
     def _gathering(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to gather own tokens (B, t, d) of the tp ranks."""
@@ -261,14 +257,7 @@ class RankLayout(ReplicaLayout):
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        products = products_of(linear)
-        if products is PLAIN:
-            y = F.linear(x, linear.weight)
-        else:
-            dtype = autocast_dtype(x.device) or x.dtype
-            y = LinearProduct.apply(x.to(dtype), linear.weight.to(dtype), products, None, None)
-        y = self.scatter(y)
-        return y if linear.bias is None else y + linear.bias.to(y.dtype)
+        return add_bias(linear, self.scatter(multiply(linear, x)))
 
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         if self.cp == 1:
@@ -369,13 +358,8 @@ class RankLayout(ReplicaLayout):
         return _Summed.apply(back, token, N)
 
 
-def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a sharded parameter's gradient."""
-    return cast(DTensor, parameter.grad).to_local()
-
-
 class Gradients:
-    """The gradients of a model in a layout: completing them, their norm, and scaling them.
+    """The gradients of a model in a layout: completing them, and their norm.
 
     FSDP has summed each over the ranks of its mesh. Those that every tp rank has whole are of the rank's
     own tokens or heads.
@@ -407,7 +391,7 @@ class Gradients:
         """Complete the gradients, and return the norm over all ranks."""
         self._sum_tied()
         self._sum_partial()
-        norms = torch.ops.aten._foreach_norm(self._shards(), 2, torch.float32)
+        norms = torch.ops.aten._foreach_norm(local_gradients(self.parameters), 2, torch.float32)
         total = (torch.stack(norms).square() * self.weights).sum()
         dist.all_reduce(total)
         return total.sqrt()
@@ -415,23 +399,15 @@ class Gradients:
     def _sum_tied(self) -> None:
         """Add up a tied embedding's gradients of the first and of the last stage."""
         if self.tied is not None:
-            grad = local_gradient(self.tied)
+            (grad,) = local_gradients([self.tied])
             grad += self.layout.exchanged(grad, self.layout.pp - 1 - self.layout.pp_rank)
 
     def _sum_partial(self) -> None:
         """Add up what each tp rank has of the gradients of parameters that are whole on all of them."""
         if not self.partial:
             return
-        parts = [local_gradient(p) for p in self.partial]
+        parts = local_gradients(self.partial)
         flat = torch.cat([part.flatten() for part in parts])
         dist.all_reduce(flat, group=self.layout.groups["tp"])
         for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
             part.copy_(values.view_as(part))
-
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients so that `norm`, theirs, is at most `max_norm`."""
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch.ops.aten._foreach_mul_(self._shards(), factor)
-
-    def _shards(self) -> list[Tensor]:
-        return [local_gradient(p) for p in self.parameters]
