@@ -79,7 +79,7 @@ def main() -> None:
             if kind.startswith("fp8") and (n % 16 or k % 16):
                 continue
             run = make(m, n, k, layout, device)
-            best, median = rate(run, 2 * m * n * k, args.seconds, device)
+            best, median = rate(run, 2 * m * n * k / 1e12, args.seconds, device)
             row = {"shape": name, "mnk": [m, n, k], "layout": layout, "format": kind}
             rows.append(row | {"best_tflops": best, "median_tflops": median})
             print(f"| {name} | {m}, {n}, {k} | {kind} | {best:.4g} | {median:.4g} |", flush=True)

@@ -87,7 +87,6 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
     if "TORCH_LOGS" not in os.environ:
         # torch 2.15 logs what it then raises, over twenty lines.
         logging.getLogger("torch._dynamo.convert_frame").setLevel(logging.ERROR)
-    if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     grouped_mm = torch.compiler.disable(F.grouped_mm)

@@ -47,7 +47,10 @@ def measure_rates(device: torch.device, seconds: float) -> dict[str, Any]:
     rates: dict[str, Any] = {}
     if cuda:
         medians = {
-            kind: [rate(make(n, n, n, "TN", device), 2 * n**3, seconds, device)[1] for n in SIDES]
+            kind: [
+                rate(make(n, n, n, "TN", device), 2 * n**3 / 1e12, seconds, device)[1]
+                for n in SIDES
+            ]
             for kind, make in formats_of(device).items()
         }
         best = best_rates(medians)
