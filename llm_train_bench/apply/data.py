@@ -4,9 +4,7 @@ Sample s is the same whatever the number of ranks, accumulation steps or workers
 a run that continues at step k asks for the samples of step k.
 """
 
-import contextlib
 import itertools
-import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -177,13 +175,10 @@ def _loaded(loader: DataLoader) -> Iterator[Tensor]:
     except RuntimeError as error:
         if "DataLoader" not in str(error):
             raise
-        shared = ""
-        with contextlib.suppress(OSError):
-            free = shutil.disk_usage("/dev/shm").free / 2**20
-            shared = f"; /dev/shm, the shared memory, has {free:.0f} MiB free"
         raise UsageError(
             f"--n-workers {loader.num_workers}: no data from them in {WORKER_TIMEOUT_S:g} s or one died "
-            f"({str(error).splitlines()[0]}){shared}; give it more (docker run --shm-size 8g), or use 0"
+            f"({str(error).splitlines()[0]}); give /dev/shm more memory (docker run --shm-size 8g), or "
+            "use 0"
         ) from None
 
 

@@ -54,10 +54,6 @@ def _all_gather(x: Tensor, n: int, group: str) -> Tensor:
     return _Collective.apply(x, _GATHER, (n, group), _SCATTER, ("sum", n, group))
 
 
-def _reduce_scatter(x: Tensor, n: int, group: str) -> Tensor:
-    return _Collective.apply(x, _SCATTER, ("sum", n, group), _GATHER, (n, group))
-
-
 class _Sent(torch.autograd.Function):
     """Rows on their way to other ranks; what runs before `_Arrived` runs beside it, also in backward."""
 
@@ -223,7 +219,9 @@ class RankLayout(ReplicaLayout):
     def scatter(self, x: Tensor) -> Tensor:
         if self.tp == 1:
             return x
-        return _reduce_scatter(x.transpose(0, 1), self.tp, self.names["tp"]).transpose(0, 1)
+        n, name = self.tp, self.names["tp"]
+        moves = _SCATTER, ("sum", n, name), _GATHER, (n, name)
+        return _Collective.apply(x.transpose(0, 1), *moves).transpose(0, 1)
 
     def added(self, numbers: Tensor) -> Tensor:
         if self.tp == 1:
