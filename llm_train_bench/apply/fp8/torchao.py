@@ -20,7 +20,6 @@ from llm_train_bench.model.layout import HasWeights, Layout
 from llm_train_bench.model.products import ProductLinear, Products
 from llm_train_bench.model.shapes import present
 from llm_train_bench.results.figures import describe_fp8
-from llm_train_bench.results.schema import Fp8Info
 
 # The oldest with the functions of torchao.prototype.moe_training that are used here.
 PROTOTYPES = "0.18"
@@ -30,9 +29,6 @@ GROUP_ROWS = 16
 
 class TorchaoFp8(Fp8):
     """torchao's FP8 matmuls."""
-
-    def __init__(self, info: Fp8Info):
-        self.info = info
 
     def after_step(self, model: nn.Module) -> None:
         """The scales of the weights that the next step gathers in FP8, all at once."""
