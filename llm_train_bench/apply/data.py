@@ -34,10 +34,8 @@ class SyntheticTokens:
     global_batch = 1
 
     def __init__(self, vocab_size: int, bsz: int, seq_len: int, seed: int, device: torch.device):
-        self.vocab_size, self.bsz, self.seed = vocab_size, bsz, seed
-        self.row = torch.arange(bsz, device=device)[:, None] * (seq_len + 1)
-        self.column = torch.arange(seq_len + 1, device=device)
-        self.stride = seq_len + 1
+        self.vocab_size, self.bsz, self.seed, self.stride = vocab_size, bsz, seed, seq_len + 1
+        self.places = torch.arange(bsz * self.stride, device=device).view(bsz, -1)
 
     def micro_batches(self, plan: range) -> Iterator[Tensor]:
         """(bsz, seq_len + 1) int64 ids for each first sample of a plan, on the device.
@@ -45,11 +43,11 @@ class SyntheticTokens:
         Several are made at once: launches for each small micro batch would cost a few percent of a
         step.
         """
-        n = max(1, self.AHEAD // (self.row.shape[0] * self.stride))
+        n = max(1, self.AHEAD // self.places.numel())
         for start in range(0, len(plan), n):
             part = plan[start : start + n]
-            firsts = torch.arange(part.start, part.stop, part.step, device=self.row.device)
-            counter = self.row + self.column + firsts[:, None, None] * self.stride
+            firsts = torch.arange(part.start, part.stop, part.step, device=self.places.device)
+            counter = self.places + firsts[:, None, None] * self.stride
             yield from hash_ids(counter, self.seed).remainder_(self.vocab_size)
 
 
