@@ -191,7 +191,7 @@ class Transformer(HasWeights):
         """
         layout, x = self.layout, tokens
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
-        places = layout.places(T, x.device, documents)
+        places = layout.places(T, x.device)
         inside = None if documents is None else documents.places(x.device)
         starts = None if documents is None else documents.starts
         if self.first:

@@ -22,8 +22,8 @@ from llm_train_bench.apply.optimizer import build_optimizer, learning_rate, opti
 from llm_train_bench.apply.precision import LossScaler, set_precision
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.check import rates
 from llm_train_bench.formulas.work import Recompute
-from llm_train_bench.measure import rates
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.init import materialize
@@ -99,7 +99,7 @@ def test_the_learning_rate_rises_and_falls_as_its_flags_say():
 
 @pytest.mark.parametrize(
     ("mode", "loss_mode", "logs", "level"),
-    [("default", "default", None, "NOTSET"), ("reduce-overhead", "default", None, "NOTSET"),
+    [("default", "default", None, "CRITICAL"), ("reduce-overhead", "default", None, "CRITICAL"),
      ("max-autotune", "max-autotune-no-cudagraphs", None, "CRITICAL"),
      ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs", "+all", "NOTSET")],
 )  # fmt: skip
@@ -263,10 +263,8 @@ def test_bf16_where_it_would_be_emulated_is_refused(monkeypatch):
 def te_in_place(monkeypatch):
     """Transformer Engine's modules by tests/te_standin.py, which computes in high precision."""
     monkeypatch.setattr(fp8_te, "import_te", lambda device, flag: te_standin)
-    monkeypatch.setattr(fp8_te, "make_recipe", lambda kind: kind)
+    monkeypatch.setattr(fp8_te, "make_recipe", lambda te, kind: kind)
     monkeypatch.setattr(fp8_te, "version", lambda: "stand-in")
-    monkeypatch.setattr(fp8_te, "fp8_context", lambda te, recipe: contextlib.nullcontext())
-    monkeypatch.setattr(fp8_te, "_quantization_state", mock.Mock())
     modules = []
 
     def remembered(self, *args, real=te_standin.Module.__init__, **kwargs):
@@ -290,18 +288,15 @@ def test_te_is_given_the_recipe_by_its_own_name(kind, theirs, monkeypatch):
     answers[asked.get(kind, "is_fp8_available")] = lambda: (True, "")
     recipe = Stand(**{name: type(name, (), {}) for name in fp8_te.RECIPES.values()})
     modules = {
-        "": Stand(__version__="2.2"), ".common": Stand(), ".common.recipe": recipe, ".pytorch": Stand(),
-        ".pytorch.quantization": Stand(FP8GlobalStateManager=Stand(**answers)),
+        "": Stand(__version__="2.9"), ".common": Stand(recipe=recipe), ".common.recipe": recipe
     }  # fmt: skip
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
-    made = fp8_te.make_recipe(kind)
-    assert type(made).__name__ == theirs
-    options = fp8_te.fp8_context(types.SimpleNamespace(autocast=lambda **options: options), made)
-    assert options == {"enabled": True, "recipe": made}
+    te = Stand(quantization=Stand(FP8GlobalStateManager=Stand(**answers)))
+    assert type(fp8_te.make_recipe(te, kind)).__name__ == theirs
     delattr(recipe, theirs)
-    with pytest.raises(UsageError, match=r"Transformer Engine 2.2 has none; update it"):
-        fp8_te.make_recipe(kind)
+    with pytest.raises(UsageError, match=r"Transformer Engine 2.9 has none; update it"):
+        fp8_te.make_recipe(te, kind)
 
 
 TE = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--lr", "1e-2", "--lr-warmup-steps", "0"]

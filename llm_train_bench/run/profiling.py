@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity
 
 from llm_train_bench.apply.compile import compile_counts
 from llm_train_bench.measure.device import synchronize
-from llm_train_bench.measure.memory import quiet_profiler
+from llm_train_bench.measure.memory import build_profiler
 from llm_train_bench.model.operators import taken
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import meet
@@ -111,15 +110,6 @@ class TorchCapture:
         fraction = ideal_s / b.matmul_s if ideal_s and b.matmul_s else None
         fields |= {"matmul_roof_fraction": fraction} if apart else {"matmul_tflops": None}
         return Profile(**fields, first_step=self.steps.start, in_window=False)
-
-
-def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profile:
-    """PyTorch's profiler of host and device; without `acc_events` PyTorch warns."""
-    quiet_profiler()
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, acc_events=True, **options)
 
 
 @contextlib.contextmanager

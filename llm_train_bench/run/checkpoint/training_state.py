@@ -119,6 +119,7 @@ def load(
         own.local.copy_(read_block(path, name, stored.parts, own.shard, DTYPES[stored.dtype]))
 
     keys = {name.split("/", 1)[0] for name in left} - {VALUE}
+    shares: dict[Tensor, Tensor] = getattr(optimizer, "shares", {})  # --zero1: moments are of these
     try:
         for weight, parameter in model.weights():
             fill(f"{VALUE}/{weight.name}", weight, parameter.detach())
@@ -129,7 +130,8 @@ def load(
                     if key not in state:  # moments have the parameter's format, a number its own
                         dtype = DTYPES[stored.dtype]
                         single = torch.zeros((), dtype=dtype, device=parameter.device)
-                        state[key] = torch.zeros_like(parameter) if stored.shape else single
+                        moment = torch.zeros_like(shares.get(parameter, parameter))
+                        state[key] = moment if stored.shape else single
                     fill(f"{key}/{weight.name}", weight, state[key])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
