@@ -213,10 +213,10 @@ class Transformer(HasWeights):
         head = self.embed.weight if self.lm_head is None else self.lm_head.weight
         if labels is None:
             return F.linear(x, head)[..., : self.config.vocab_size]
-        self.loss.masks = documents is not None
         # Ranks that share heads have the loss of all their tokens.
         labels = labels if places.gathered is None else labels[:, places.gathered]
-        return self.loss(layout.gather(x).flatten(0, 1), head, labels.flatten())
+        hidden = layout.gather(x).flatten(0, 1)
+        return self.loss(hidden, head, labels.flatten(), masks=documents is not None)
 
     def embed_tokens(self, tokens: Tensor, places: Places, positions: Tensor | slice) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""
