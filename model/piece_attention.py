@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llm_train_bench.model.operators import OwnFunction, operator, taken
+from llm_train_bench.model.operators import OwnFunction, operator
 
 aten = torch.ops.aten
 # Queries times keys of one mask, about; and the most queries of a piece that has one.
@@ -190,6 +190,13 @@ def _kernel(q: Tensor, v: Tensor, window: int):
     return _Plain, min(rows, PLAIN_ROWS)
 
 
+def _outputs(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+    B, H, t, _ = q.shape
+    y = q.new_empty(B, t, H, v.shape[3]).transpose(1, 2)
+    return y, q.new_empty(B, H, t, dtype=torch.float32)
+
+
+@operator("cpu", "cuda", fake=_outputs, note=("attention", "pieces"))
 def piece_attention(
     q: Tensor,
     k: Tensor,
@@ -201,14 +208,7 @@ def piece_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(B, H, t, D) over (B, K, S, D) and (B, K, S, D) to (B, H, t, D), and log-sum-exp (B, H, t)."""
-    B, H, t, _ = q.shape
-    y = q.new_empty(B, t, H, v.shape[3]).transpose(1, 2)
-    return y, q.new_empty(B, H, t, dtype=torch.float32)
-
-
-def _piece_attention(q, k, v, sinks, starts, positions, window, scale):
-    taken["attention"] = "pieces"
-    y, lse = piece_attention(q, k, v, sinks, starts, positions, window, scale)
+    y, lse = _outputs(q, k, v)
     kernel, rows = _kernel(q, v, window)
     for piece in _pieces(q.shape[0], k.shape[2], starts, positions, window, rows):
         of, its = kernel.forward(piece.queries(q), piece.keys(k), piece.keys(v), window, scale)
@@ -221,6 +221,12 @@ def _piece_attention(q, k, v, sinks, starts, positions, window, scale):
     return y, lse
 
 
+def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, ...]:
+    grads = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
+    return *grads, q.new_empty(q.shape[1], dtype=torch.float32)
+
+
+@operator("cpu", "cuda", fake=_gradients)
 def piece_attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -235,15 +241,7 @@ def piece_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and, in fp32, of the sinks (H,); k's and v's are summed in fp32."""
-    grads = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
-    dq, dk, dv = grads
-    return dq, dk, dv, q.new_empty(q.shape[1], dtype=torch.float32)
-
-
-def _piece_attention_backward(grad, q, k, v, y, lse, sinks, starts, positions, window, scale):
-    dq, dk, dv, of_sinks = piece_attention_backward(
-        grad, q, k, v, y, lse, sinks, starts, positions, window, scale
-    )
+    dq, dk, dv, of_sinks = _gradients(grad, q, k, v)
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
     kernel, rows = _kernel(q, v, window)
     for piece in _pieces(q.shape[0], k.shape[2], starts, positions, window, rows):
@@ -260,14 +258,10 @@ def _piece_attention_backward(grad, q, k, v, y, lse, sinks, starts, positions, w
     return dq, dk.copy_(sums[0]), dv.copy_(sums[1]), of_sinks
 
 
-forward = operator(piece_attention, _piece_attention, "cpu", "cuda")
-backward = operator(piece_attention_backward, _piece_attention_backward, "cpu", "cuda")
-
-
 class _Pieces(OwnFunction):
     @staticmethod
     def forward(ctx, q, k, v, sinks, starts, positions, window, scale):
-        y, lse = forward(q, k, v, sinks, starts, positions, window, scale)
+        y, lse = piece_attention(q, k, v, sinks, starts, positions, window, scale)
         ctx.save_for_backward(q, k, v, y, lse, sinks, starts, positions)
         ctx.how = window, scale
         return y
@@ -276,7 +270,7 @@ class _Pieces(OwnFunction):
     @once_differentiable
     def backward(ctx, *grads):
         saved = ctx.saved_tensors  # may be read once
-        *of, of_sinks = backward(grads[0], *saved, *ctx.how)
+        *of, of_sinks = piece_attention_backward(grads[0], *saved, *ctx.how)
         return *of, None if saved[5] is None else of_sinks.to(saved[5].dtype), *[None] * 4
 
 

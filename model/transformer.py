@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from llm_train_bench.model import block_attention, onednn, piece_attention
 from llm_train_bench.model.attention_kernel import USUAL_KERNEL, AttentionKernel
-from llm_train_bench.model.block_attention import InBlocks
+from llm_train_bench.model.block_attention import InBlocks, block_attention
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import MixtureOfExperts
 from llm_train_bench.model.layers import (
@@ -33,7 +32,8 @@ from llm_train_bench.model.layers import (
 )
 from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
 from llm_train_bench.model.loss import LinearCrossEntropy, parted_loss
-from llm_train_bench.model.piece_attention import Seen
+from llm_train_bench.model.onednn import onednn_linear
+from llm_train_bench.model.piece_attention import Seen, piece_attention
 from llm_train_bench.model.recurrent import RecurrentMixer
 from llm_train_bench.model.shapes import LayerSpec
 from llm_train_bench.model.weights import Weight, part_of
@@ -55,7 +55,7 @@ def saved_ops(attention: bool) -> set:
     matmuls = "mm addmm bmm baddbmm linear _scaled_mm _grouped_mm max"
     collectives = "reduce_scatter_tensor all_gather_into_tensor all_reduce all_to_all_single"
     ops |= {getattr(aten, name).default for name in matmuls.split()}
-    ops |= {block_attention.forward, piece_attention.forward, onednn.linear}
+    ops |= {block_attention, piece_attention, onednn_linear}
     return ops | {getattr(c10d, name).default for name in collectives.split()}
 
 
