@@ -12,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.layers import (
-    ACTIVATIONS,
-    MLP,
-    autocast_dtype,
-    no_autocast,
-)
+from llm_train_bench.model.layers import ACTIVATIONS, MLP, autocast_dtype, no_autocast
 from llm_train_bench.model.layout import ALONE, Layout, count_rows
 from llm_train_bench.model.shapes import Experts, present
 

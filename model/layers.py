@@ -76,10 +76,10 @@ class Rope(NamedTuple):
     scale: Tensor | None = None
     """(T, 1) factors of queries."""
 
-    def at(self, where: Tensor | slice) -> "Rope":
-        """The tables of some positions."""
-        scale = None if self.scale is None else self.scale[where]
-        return Rope(self.cos[where], self.sin[where], scale)
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Rope":
+        """The tables after a function of each."""
+        scale = None if self.scale is None else function(self.scale)
+        return Rope(function(self.cos), function(self.sin), scale)
 
     def scaled(self, q: Tensor) -> Tensor:
         """Queries (B, T, H, D), larger at late positions where the model has that."""
@@ -211,17 +211,15 @@ def block_mask(
     # The first keys that some and that all queries of a block see; those before the block are seen whole.
     low = torch.maximum(begins[:, first], first - reach + 1)
     high = torch.maximum(begins[:, last], last - reach + 1)
-    row = torch.arange(n, device=device).expand(len(begins), n)
-    low, high = low // size, torch.minimum(-(-high // size), row)
-    high = torch.maximum(high, low)
-    column = torch.arange(n, device=device)
-    # Blocks low ... high - 1 and the diagonal are partial, high ... row - 1 full.
-    edge = (high - low).unsqueeze(-1)
-    partial = torch.where(column < edge, low.unsqueeze(-1) + column, row.unsqueeze(-1))
-    full = (high.unsqueeze(-1) + column).clamp(max=n - 1)
-    counts = [(high - low + 1)[:, None], partial[:, None], (row - high)[:, None], full[:, None]]
-    counts = [x.to(torch.int32).contiguous() for x in counts]
-    return BlockMask.from_kv_blocks(*counts, BLOCK_SIZE=size, mask_mod=visible, seq_lengths=(T, T))
+    low, high = (x[:, None, :, None] // size for x in (low, high + size - 1))
+    row, column = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
+    full = (column >= high) & (column < row)
+    partial = (column >= low) & (column <= row) & ~full
+    blocks = []  # of each kind how many a row has, and their columns, which are put first
+    for kind in (partial, full):
+        columns = kind.int().argsort(dim=-1, descending=True, stable=True)
+        blocks += [kind.sum(-1, dtype=torch.int32), columns.int()]
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=size, mask_mod=visible, seq_lengths=(T, T))
 
 
 @functools.cache
@@ -235,12 +233,7 @@ def _compiled_flex_attention():
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask | None,
-    dropout: float,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, dropout: float, scale: float | None
 ) -> Tensor:
     """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 
@@ -265,8 +258,7 @@ class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; one fused q, k, v projection.
 
     The projection has the rows of a key/value head together: of its query heads, key and value (and
-    gates). A layout of several ranks has a part of the heads on each. With `blocks`, which apply_kernels
-    sets, causal attention without dropout is computed by block_attention.py.
+    gates). A layout of several ranks has a part of the heads on each.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):

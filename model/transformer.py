@@ -258,9 +258,8 @@ class Transformer(HasWeights):
             return None
         if kind not in self.ropes or self.ropes[kind].cos.device != device:
             tables = rope_tables(self.config, self.seq_len, kind)
-            scale = None if tables.scale is None else tables.scale.to(device)
-            self.ropes[kind] = Rope(tables.cos.to(device), tables.sin.to(device), scale)
-        return self.ropes[kind].at(positions)
+            self.ropes[kind] = tables.map(lambda table: table.to(device))
+        return self.ropes[kind].map(lambda table: table[positions])
 
     def mask_for(
         self, layer: LayerSpec, T: int, places: Places, starts: Tensor | None, device: torch.device
