@@ -212,14 +212,13 @@ def adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a matmul of 16-bit matrices can be added to an fp32 one in place here: tried once."""
     if device.type != "cuda":
         return False
-    with torch.no_grad():
-        a = torch.full((16, 16), 0.5, dtype=dtype, device=device)
-        total = torch.ones(16, 16, device=device)
-        try:
-            torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-        except (RuntimeError, TypeError):
-            return False
-        return bool((total == 5.0).all())
+    a = torch.full((16, 16), 0.5, dtype=dtype, device=device)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 5.0).all())
 
 
 class LinearCrossEntropy(nn.Module):
