@@ -196,9 +196,7 @@ class MixtureOfExperts(nn.Module):
             if key is not None:
                 self.same[key] = plan
             if self.training:  # validation moves no correction
-                if self.rows is None or self.rows.device != counts.device:
-                    self.rows = torch.zeros_like(counts, dtype=torch.float32)
-                self.rows += counts
+                self.rows = counts.float() if self.rows is None else self.rows + counts
         if self.phase == "keep":
             self.passed.append((index, plan))
         return self.layout.send(tokens, index, weights, plan), plan
@@ -260,5 +258,5 @@ def update_corrections(model: nn.Module) -> None:
         correction, rate = module.router.correction, module.options.correction_rate
         if rate and correction is not None and module.rows is not None:
             rows = module.layout.summed(module.rows - module.counted)
-            module.counted = module.rows.clone()
+            module.counted = module.rows
             correction.add_((rate * (rows.mean() - rows).sign()).to(correction))
