@@ -68,8 +68,7 @@ class Router(nn.Linear):
 
 def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -> Tensor:
     """(B x t, k) experts of this rank's tokens, dealt out one after the other over all B x T."""
-    positions = layout.places(T, device).own
-    positions = torch.arange(T, device=device) if positions is None else positions
+    positions = torch.arange(T, device=device)[layout.places(T, device).own]
     tokens = (torch.arange(B, device=device)[:, None] * T + positions).flatten()
     return (tokens[:, None] * e.per_token + torch.arange(e.per_token, device=device)) % e.number
 

@@ -37,11 +37,11 @@ class Documents:
 
 
 class Places(NamedTuple):
-    """Positions (of a sample, int64) that a rank has; None for all, in their order."""
+    """Positions of a sample that a rank has: their int64 numbers, or a slice."""
 
-    own: Tensor | None = None
+    own: Tensor | slice
     """(t,) of the residual stream."""
-    gathered: Tensor | None = None
+    gathered: Tensor | slice
     """(T / cp,) after `Layout.gather`."""
     queries: Tensor | None = None
     """The same on the host, where they meet keys that all cp ranks gather."""
@@ -90,7 +90,7 @@ class Layout:
 
     def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
         """The positions that this rank has, of samples of T tokens."""
-        return Places()
+        return Places(slice(T), slice(T))
 
     def gather(self, x: Tensor) -> Tensor:
         """(B, t, d) own tokens to the (B, T / cp, d) of the ranks that share heads."""

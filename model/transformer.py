@@ -110,13 +110,6 @@ def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
     return norm
 
 
-def positions_at(places: Tensor | None, inside: Tensor | None, T: int) -> Tensor | slice:
-    """Positions of a sample's places, all T if None; `inside` (B, T) are those within its documents."""
-    if inside is None:
-        return slice(T) if places is None else places
-    return inside if places is None else inside[:, places]
-
-
 class Transformer(HasWeights):
     """A GPT-2 or Llama-family language model, its parameters not yet initialised.
 
@@ -191,11 +184,12 @@ class Transformer(HasWeights):
         layout, x = self.layout, tokens
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
         places = layout.places(T, x.device, documents)
-        inside = None if documents is None else documents.places(x.device)
-        starts = None if documents is None else documents.starts
+        own, positions, starts = places.own, places.gathered, None
+        if documents is not None:
+            inside, starts = documents.places(x.device), documents.starts
+            own, positions = inside[:, own], inside[:, positions]
         if self.first:
-            x = self.embed_tokens(x, places, positions_at(places.own, inside, T))
-        positions = positions_at(places.gathered, inside, T)
+            x = self.embed_tokens(x[:, places.gathered], own)
         ropes, masks = {}, {}
         for name, block in self.blocks.items():
             layer = self.config.layers[int(name)]
@@ -214,14 +208,12 @@ class Transformer(HasWeights):
         if labels is None:
             return F.linear(x, head)[..., : self.config.vocab_size]
         # Ranks that share heads have the loss of all their tokens.
-        labels = labels if places.gathered is None else labels[:, places.gathered]
-        hidden = layout.gather(x).flatten(0, 1)
-        return self.loss(hidden, head, labels.flatten(), masks=documents is not None)
+        hidden, labels = layout.gather(x).flatten(0, 1), labels[:, places.gathered].flatten()
+        return self.loss(hidden, head, labels, masks=documents is not None)
 
-    def embed_tokens(self, tokens: Tensor, places: Places, positions: Tensor | slice) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, positions: Tensor | slice) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""
-        gathered = places.gathered
-        x = self.look_up(tokens if gathered is None else tokens[:, gathered])
+        x = self.look_up(tokens)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.positions is not None:

@@ -214,7 +214,7 @@ class RankLayout(ReplicaLayout):
     @functools.cache  # noqa: B019 (a layout lives as long as its run)
     def _fixed_places(self, T: int, device: torch.device) -> Places:
         if self.tp * self.cp == 1:
-            return Places()
+            return super().places(T, device)
         held = torch.arange(T, device="cpu").view(self.cp, -1)
         if not self.ulysses:  # a chunk from the head and one from the tail: equal work
             head, tail = held.view(2 * self.cp, -1).split(self.cp)
@@ -226,7 +226,7 @@ class RankLayout(ReplicaLayout):
         mine, order = held[self.cp_rank], held.flatten().argsort().to(device)
         own, gathered = mine.chunk(self.tp)[self.tp_rank].to(device), mine.to(device)
         if self.cp == 1 or self.ulysses:
-            return Places(own, None if self.cp == 1 else gathered)
+            return Places(own, slice(len(mine)) if self.cp == 1 else gathered)
         return Places(own, gathered, mine, order)
 
     def gather(self, x: Tensor) -> Tensor:
