@@ -272,7 +272,7 @@ class Attention(nn.Module):
         self.heads = [shared, 1, 1, shared] if config.output_gate else [shared, 1, 1]
         self.qkv = nn.Linear(d, self.n_kv_heads * sum(self.heads) * D, bias=config.qkv_bias)
         self.out = nn.Linear(n_heads * D, d, bias=config.attention_out_bias)
-        self.q_norm = self.k_norm = None
+        self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             sizes = (n_heads * D, self.n_kv_heads * D) if config.whole_qk_norm else (D, D)
             self.q_norm, self.k_norm = (RMSNorm(size, config.norm_eps) for size in sizes)
@@ -284,9 +284,8 @@ class Attention(nn.Module):
         groups = self.n_kv_heads, sum(self.heads), -1
         qkv = self.layout.columns(self.qkv, x).unflatten(-1, groups)
         q, k, v, *gate = qkv.split(self.heads, dim=3)  # (B, T, K, heads of a group, D)
-        if self.q_norm is not None and self.k_norm is not None:
-            whole = self.config.whole_qk_norm
-            q, k = self.normed(q, k) if whole else (self.q_norm(q), self.k_norm(k))
+        whole = self.config.whole_qk_norm
+        q, k = self.normed(q, k) if whole else (self.q_norm(q), self.k_norm(k))
         if rope is not None:
             q, k = apply_rope(q, rope.cos, rope.sin), apply_rope(k, rope.cos, rope.sin)
         q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)

@@ -33,11 +33,6 @@ class Products:
 PLAIN = Products()
 
 
-def products_of(linear: nn.Module) -> Products:
-    """Those that apply/fp8 gave a layer, or the plain ones."""
-    return getattr(linear, "products", PLAIN)
-
-
 class LinearProduct(torch.autograd.Function):
     """A linear layer (..., K) to (..., M) without its bias, by its `products`.
 
@@ -69,13 +64,22 @@ class LinearProduct(torch.autograd.Function):
         return of_x if leaving is None else leaving(), of_weight, None, None, None
 
 
+def product_of(linear: nn.Linear, x: Tensor, *moves: Move) -> Tensor:
+    """A linear layer without its bias, by the products that apply/fp8 gave it, or the plain ones."""
+    dtype, products = autocast_dtype(x.device) or x.dtype, getattr(linear, "products", PLAIN)
+    gather, scatter = moves or (None, None)
+    return LinearProduct.apply(x.to(dtype), linear.weight.to(dtype), products, gather, scatter)
+
+
+def add_bias(y: Tensor, linear: nn.Linear) -> Tensor:
+    """A layer's product and its bias, if it has one."""
+    return y if linear.bias is None else y + linear.bias.to(y.dtype)
+
+
 class ProductLinear(nn.Linear):
     """A linear layer that is computed by its `products`."""
 
     products = PLAIN
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = autocast_dtype(input.device) or input.dtype
-        operands = input.to(dtype), self.weight.to(dtype)
-        y = LinearProduct.apply(*operands, self.products, None, None)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return add_bias(product_of(self, input), self)

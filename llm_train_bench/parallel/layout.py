@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from llm_train_bench.formulas.work import Parallelism
-from llm_train_bench.model.layers import autocast_dtype
 from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, count_rows
-from llm_train_bench.model.products import PLAIN, LinearProduct, products_of
+from llm_train_bench.model.products import ProductLinear, add_bias, product_of
 from llm_train_bench.model.weights import Weight, part_of
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
@@ -254,10 +253,7 @@ class RankLayout(ReplicaLayout):
     def columns(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        dtype = autocast_dtype(x.device) or x.dtype
-        moves = products_of(linear), self._gathering, self._scattering
-        y = LinearProduct.apply(x.to(dtype), linear.weight.to(dtype), *moves)
-        return y if linear.bias is None else y + linear.bias.to(y.dtype)
+        return add_bias(product_of(linear, x, self._gathering, self._scattering), linear)
 
     def _gathering(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to gather own tokens (B, t, d) of the tp ranks."""
@@ -274,14 +270,9 @@ class RankLayout(ReplicaLayout):
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        products = products_of(linear)
-        if products is PLAIN:
-            y = F.linear(x, linear.weight)
-        else:
-            dtype = autocast_dtype(x.device) or x.dtype
-            y = LinearProduct.apply(x.to(dtype), linear.weight.to(dtype), products, None, None)
-        y = self.scatter(y)
-        return y if linear.bias is None else y + linear.bias.to(y.dtype)
+        fp8 = isinstance(linear, ProductLinear)
+        y = product_of(linear, x) if fp8 else F.linear(x, linear.weight)
+        return add_bias(self.scatter(y), linear)
 
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         if self.cp == 1:
