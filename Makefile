@@ -51,7 +51,6 @@ test: $(READY)
 # The tests with the oldest supported torch, in a separate environment.
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q tests/test_kernels.py
 
 docs: $(READY)
 	$(BIN)/python docs/tables.py
@@ -106,7 +105,6 @@ peers:
 bytes:
 	$(MAKE) .venv-oldest/.ready VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 	.venv-oldest/bin/python -m pip install -q --no-deps $(firstword $(PEERS))
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q tests/test_kernels.py
 	OMP_NUM_THREADS=1 NANOGPT=$(NANOGPT) .venv-oldest/bin/python -W ignore benchmarks/bytes.py
 
 # Changed files for every reader: 3,000 of each kind, 200 for tools; KINDS="log or trace" chooses some.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llm_train_bench.model.operators import OwnFunction, operator, taken
+from llm_train_bench.model.operators import OwnFunction, operator
 
 aten = torch.ops.aten
 
@@ -48,20 +48,15 @@ def _kept(p: Tensor, n: int, T: int):
         at += size
 
 
+@operator("cpu", note=("attention", "blocks"))
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(B, H, T, D), (B, K, T, D), (B, K, T, E) to (B, H, T, E); and the backward's p, q, k, v."""
-    (B, H, T, D), E = q.shape, v.shape[3]
-    n = sum((end - start) * end for start, end in _ends(T, q.element_size()))
-    q_rows, k_rows, v_rows = (q.new_empty(B * H, T, size) for size in (D, D, E))
-    return q.new_empty(B, T, H, E).transpose(1, 2), q.new_empty(B * H * n), q_rows, k_rows, v_rows
-
-
-def _block_attention(q, k, v, scale):
-    taken["attention"] = "blocks"
     (B, H, T, _), group = q.shape, q.shape[1] // k.shape[1]
-    y, p, *_ = block_attention(q, k, v, scale)
+    y = q.new_empty(B, T, H, v.shape[3]).transpose(1, 2)
+    n = sum((end - start) * end for start, end in _ends(T, q.element_size()))
+    p = q.new_empty(B * H * n)
     q, k, v = _rows(q), _rows(k, group), _rows(v, group)
     wide_q, wide_k = q.float(), k.float()
     for start, end, kept in _kept(p, B * H, T):
@@ -77,19 +72,14 @@ def _block_attention(q, k, v, scale):
     return y, p, q, k, v
 
 
+@operator("cpu")
 def block_attention_backward(
     grad: Tensor, p: Tensor, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each (B, `heads` or H, T, size), dense with heads beside tokens."""
-    B = len(grad)
-    made = [(len(q) // B, q), (heads, k), (heads, v)]
-    dq, dk, dv = (x.new_empty(B, x.shape[1], n, x.shape[2]).transpose(1, 2) for n, x in made)
-    return dq, dk, dv
-
-
-def _block_attention_backward(grad, p, q, k, v, heads, scale):
     B, H, T, _ = grad.shape
-    grads = block_attention_backward(grad, p, q, k, v, heads, scale)
+    made = [(H, q), (heads, k), (heads, v)]
+    grads = [x.new_empty(B, T, n, x.shape[2]).transpose(1, 2) for n, x in made]
     g = _rows(grad)
     dk = dv = g.new_empty(0)
     for start, end, kept in reversed([*_kept(p, B * H, T)]):
@@ -108,17 +98,13 @@ def _block_attention_backward(grad, p, q, k, v, heads, scale):
     for made, rows, factor in ((grads[1], dk, scale), (grads[2], dv, 1.0)):
         groups = rows.view(B, heads, -1, T, rows.shape[2])
         torch.mul(groups.sum(2) if groups.shape[2] > 1 else groups[:, :, 0], factor, out=made)
-    return grads
-
-
-forward = operator(block_attention, _block_attention, "cpu")
-backward = operator(block_attention_backward, _block_attention_backward, "cpu")
+    return grads[0], grads[1], grads[2]
 
 
 class _Attention(OwnFunction):
     @staticmethod
     def forward(ctx, q, k, v, scale):
-        y, *kept = forward(q, k, v, scale)
+        y, *kept = block_attention(q, k, v, scale)
         ctx.save_for_backward(*kept)
         ctx.heads, ctx.scale = k.shape[1], scale
         return y
@@ -126,7 +112,8 @@ class _Attention(OwnFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return *backward(grads[0], *ctx.saved_tensors, ctx.heads, ctx.scale), None
+        kept = *ctx.saved_tensors, ctx.heads, ctx.scale
+        return *block_attention_backward(grads[0], *kept), None
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

@@ -12,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.layers import (
-    ACTIVATIONS,
-    MLP,
-    autocast_dtype,
-    no_autocast,
-)
+from llm_train_bench.model.layers import ACTIVATIONS, MLP, autocast_dtype, no_autocast
 from llm_train_bench.model.layout import ALONE, Layout, count_rows
 from llm_train_bench.model.shapes import Experts, present
 
@@ -73,8 +68,7 @@ class Router(nn.Linear):
 
 def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -> Tensor:
     """(B x t, k) experts of this rank's tokens, dealt out one after the other over all B x T."""
-    positions = layout.places(T, device).own
-    positions = torch.arange(T, device=device) if positions is None else positions
+    positions = torch.arange(T, device=device)[layout.places(T, device).own]
     tokens = (torch.arange(B, device=device)[:, None] * T + positions).flatten()
     return (tokens[:, None] * e.per_token + torch.arange(e.per_token, device=device)) % e.number
 
@@ -201,9 +195,7 @@ class MixtureOfExperts(nn.Module):
             if key is not None:
                 self.same[key] = plan
             if self.training:  # validation moves no correction
-                if self.rows is None or self.rows.device != counts.device:
-                    self.rows = torch.zeros_like(counts, dtype=torch.float32)
-                self.rows += counts
+                self.rows = counts.float() if self.rows is None else self.rows + counts
         if self.phase == "keep":
             self.passed.append((index, plan))
         return self.layout.send(tokens, index, weights, plan), plan
@@ -265,5 +257,5 @@ def update_corrections(model: nn.Module) -> None:
         correction, rate = module.router.correction, module.options.correction_rate
         if rate and correction is not None and module.rows is not None:
             rows = module.layout.summed(module.rows - module.counted)
-            module.counted = module.rows.clone()
+            module.counted = module.rows
             correction.add_((rate * (rows.mean() - rows).sign()).to(correction))

@@ -9,7 +9,6 @@ make it, so that every device has the same values, bit for bit, in every layout 
 
 import functools
 import hashlib
-import importlib.util
 
 import torch
 from torch import Tensor
@@ -56,7 +55,6 @@ def fill(
 
 
 LEVELS = 2**16
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Hashes made at once: their temporary tensors fit a CPU's cache, or take 64 MiB on a GPU.
 CPU_HASHES, GPU_HASHES = 2**15, 2**22
 
@@ -100,11 +98,6 @@ def fill_normal(values: Tensor, std: float, key: str) -> None:
     digest, flat = hashlib.sha256(key.encode()).digest(), values.view(-1)
     first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
     table = _scaled_quantiles(std, values.dtype, values.device)
-    if values.device.type == "cuda" and HAS_TRITON:
-        from llm_train_bench.model.triton_kernels import hashed_choice
-
-        hashed_choice(table, flat, first, second)
-        return
     choose(table, flat, first, second)
 
 

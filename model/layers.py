@@ -76,10 +76,10 @@ class Rope(NamedTuple):
     scale: Tensor | None = None
     """(T, 1) factors of queries."""
 
-    def at(self, where: Tensor | slice) -> "Rope":
-        """The tables of some positions."""
-        scale = None if self.scale is None else self.scale[where]
-        return Rope(self.cos[where], self.sin[where], scale)
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Rope":
+        """The tables after a function of each."""
+        scale = None if self.scale is None else function(self.scale)
+        return Rope(function(self.cos), function(self.sin), scale)
 
     def scaled(self, q: Tensor) -> Tensor:
         """Queries (B, T, H, D), larger at late positions where the model has that."""
@@ -211,17 +211,15 @@ def block_mask(
     # The first keys that some and that all queries of a block see; those before the block are seen whole.
     low = torch.maximum(begins[:, first], first - reach + 1)
     high = torch.maximum(begins[:, last], last - reach + 1)
-    row = torch.arange(n, device=device).expand(len(begins), n)
-    low, high = low // size, torch.minimum(-(-high // size), row)
-    high = torch.maximum(high, low)
-    column = torch.arange(n, device=device)
-    # Blocks low ... high - 1 and the diagonal are partial, high ... row - 1 full.
-    edge = (high - low).unsqueeze(-1)
-    partial = torch.where(column < edge, low.unsqueeze(-1) + column, row.unsqueeze(-1))
-    full = (high.unsqueeze(-1) + column).clamp(max=n - 1)
-    counts = [(high - low + 1)[:, None], partial[:, None], (row - high)[:, None], full[:, None]]
-    counts = [x.to(torch.int32).contiguous() for x in counts]
-    return BlockMask.from_kv_blocks(*counts, BLOCK_SIZE=size, mask_mod=visible, seq_lengths=(T, T))
+    low, high = (x[:, None, :, None] // size for x in (low, high + size - 1))
+    row, column = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
+    full = (column >= high) & (column < row)
+    partial = (column >= low) & (column <= row) & ~full
+    blocks = []  # of each kind how many a row has, and their columns, which are put first
+    for kind in (partial, full):
+        columns = kind.int().argsort(dim=-1, descending=True, stable=True)
+        blocks += [kind.sum(-1, dtype=torch.int32), columns.int()]
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=size, mask_mod=visible, seq_lengths=(T, T))
 
 
 @functools.cache
@@ -235,12 +233,7 @@ def _compiled_flex_attention():
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask | None,
-    dropout: float,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, dropout: float, scale: float | None
 ) -> Tensor:
     """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 
@@ -265,39 +258,34 @@ class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; one fused q, k, v projection.
 
     The projection has the rows of a key/value head together: of its query heads, key and value (and
-    gates). A layout of several ranks has a part of the heads on each. With `blocks`, which apply_kernels
-    sets, causal attention without dropout is computed by block_attention.py.
+    gates). A layout of several ranks has a part of the heads on each.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
-        self.layout = layout
-        self.n_heads = config.num_attention_heads // layout.tp
+        self.config, self.layout = config, layout
+        n_heads = config.num_attention_heads // layout.tp
         self.n_kv_heads = config.num_key_value_heads // layout.tp
-        self.head_dim = config.head_dim
-        self.dropout = config.attention_dropout
-        self.scale = config.attention_scale
-        self.whole_norm = config.whole_qk_norm
         d, D = config.hidden_size, config.head_dim
-        shared = self.n_heads // self.n_kv_heads
+        shared = n_heads // self.n_kv_heads
         # Heads of a group: of queries, keys, values and perhaps gates.
         self.heads = [shared, 1, 1, shared] if config.output_gate else [shared, 1, 1]
         self.qkv = nn.Linear(d, self.n_kv_heads * sum(self.heads) * D, bias=config.qkv_bias)
-        self.out = nn.Linear(self.n_heads * D, d, bias=config.attention_out_bias)
-        self.q_norm = self.k_norm = None
+        self.out = nn.Linear(n_heads * D, d, bias=config.attention_out_bias)
+        self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
-            sizes = (self.n_heads * D, self.n_kv_heads * D) if self.whole_norm else (D, D)
+            sizes = (n_heads * D, self.n_kv_heads * D) if config.whole_qk_norm else (D, D)
             self.q_norm, self.k_norm = (RMSNorm(size, config.norm_eps) for size in sizes)
             self.q_norm.offset = self.k_norm.offset = float(config.norm_offset)
-        self.sinks = nn.Parameter(torch.empty(self.n_heads)) if config.sinks else None
+        self.sinks = nn.Parameter(torch.empty(n_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); `rope` is the tables for T positions."""
-        groups = self.n_kv_heads, sum(self.heads), self.head_dim
+        groups = self.n_kv_heads, sum(self.heads), -1
         qkv = self.layout.columns(self.qkv, x).unflatten(-1, groups)
         q, k, v, *gate = qkv.split(self.heads, dim=3)  # (B, T, K, heads of a group, D)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.normed(q, k) if self.whole_norm else (self.q_norm(q), self.k_norm(k))
+        whole = self.config.whole_qk_norm
+        q, k = self.normed(q, k) if whole else (self.q_norm(q), self.k_norm(k))
         if rope is not None:
             q, k = apply_rope(q, rope.cos, rope.sin), apply_rope(k, rope.cos, rope.sin)
         q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
@@ -311,31 +299,29 @@ class Attention(nn.Module):
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, T, ..., D) after norms that span the heads of all ranks."""
         norms: Any = self.q_norm, self.k_norm
-        parts = q, k
+        rows = [x.flatten(2) for x in (q, k)]
         if self.layout.tp == 1:
-            q, k = (norm(x.flatten(2)).view_as(x) for x, norm in zip(parts, norms, strict=True))
-            return q, k
-        # Ranks have equal numbers of heads, so that the mean of all is that of their means.
-        means = torch.stack([x.flatten(2).float().square().mean(-1) for x in parts], dim=-1)
-        scales = torch.rsqrt(self.layout.added(means / self.layout.tp) + norms[0].eps).unbind(-1)
-        q, k = (
-            (x.flatten(2).float() * scale.unsqueeze(-1) * norm.weight.float())
-            .to(x.dtype)
-            .view_as(x)
-            for x, scale, norm in zip(parts, scales, norms, strict=True)
-        )
-        return q, k
+            rows = [norm(x) for x, norm in zip(rows, norms, strict=True)]
+        else:
+            # Ranks have equal numbers of heads, so that the mean of all is that of their means.
+            means = torch.stack([x.float().square().mean(-1) for x in rows], dim=-1)
+            scales = torch.rsqrt(self.layout.added(means / self.layout.tp) + norms[0].eps)
+            for i, scale in enumerate(scales.split(1, dim=-1)):
+                rows[i] = (rows[i].float() * scale * norms[i].weight.float()).to(q.dtype)
+        return rows[0].view_as(q), rows[1].view_as(k)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int) -> Tensor:
         """(B, T, H, D) queries over (B, S, K, D) keys and values; `first` is the first head's number."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        scale = self.config.attention_scale
+        dropout = self.config.attention_dropout if self.training else 0.0
         if isinstance(mask, Seen):
             sinks = None if self.sinks is None else self.sinks[first : first + q.shape[1]]
-            y = attend_in_pieces(q, k, v, mask, self.scale, sinks)
+            y = attend_in_pieces(q, k, v, mask, scale, sinks)
         elif isinstance(mask, InBlocks):
-            y = attend_in_blocks(q, k, v, self.scale)
+            y = attend_in_blocks(q, k, v, scale)
         else:
-            y = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.scale)
+            y = attend(q, k, v, mask, dropout, scale)
         return y.transpose(1, 2)
 
 
@@ -348,12 +334,9 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
         m, d = present(config.latent), config.hidden_size
-        self.layout = layout
-        self.sizes, self.n_heads = m, config.num_attention_heads // layout.tp
-        query = self.n_heads * config.head_dim
-        self.head_dim, self.dropout = config.head_dim, config.attention_dropout
-        self.scale, self.neighbours = config.attention_scale, config.rope_pairs == "neighbours"
-        self.sinks = None
+        self.config, self.layout, self.sizes, self.sinks = config, layout, m, None
+        n_heads = config.num_attention_heads // layout.tp
+        query = n_heads * config.head_dim
         if m.q_rank is None:
             self.q = nn.Linear(d, query, bias=False)
         else:
@@ -362,8 +345,8 @@ class LatentAttention(nn.Module):
             self.q_up = nn.Linear(m.q_rank, query, bias=False)
         self.kv_down = nn.Linear(d, m.kv_rank + m.rope_dim, bias=False)
         self.kv_down_norm = RMSNorm(m.kv_rank, 1e-6)
-        self.kv_up = nn.Linear(m.kv_rank, self.n_heads * (m.nope_dim + m.value_dim), bias=False)
-        self.out = nn.Linear(self.n_heads * m.value_dim, d, bias=False)
+        self.kv_up = nn.Linear(m.kv_rank, n_heads * (m.nope_dim + m.value_dim), bias=False)
+        self.out = nn.Linear(n_heads * m.value_dim, d, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d), as Attention."""
@@ -372,7 +355,7 @@ class LatentAttention(nn.Module):
             q = columns(self.q, x)
         else:
             q = columns(self.q_up, self.q_down_norm(self.q_down(x)))
-        q = q.unflatten(-1, (-1, self.head_dim))
+        q = q.unflatten(-1, (-1, self.config.head_dim))
         q, q_rope = q.split((m.nope_dim, m.rope_dim), dim=-1)
         low, k_rope = self.kv_down(x).split((m.kv_rank, m.rope_dim), dim=-1)
         kv = columns(self.kv_up, self.kv_down_norm(low))
@@ -389,7 +372,7 @@ class LatentAttention(nn.Module):
 
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """(B, T, H, D) rotated; neighbours are brought into halves first, in queries and keys alike."""
-        if self.neighbours:
+        if self.config.rope_pairs == "neighbours":
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return apply_rope(x.contiguous(), rope.cos, rope.sin)
 

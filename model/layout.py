@@ -37,11 +37,11 @@ class Documents:
 
 
 class Places(NamedTuple):
-    """Positions (of a sample, int64) that a rank has; None for all, in their order."""
+    """Positions of a sample that a rank has: their int64 numbers, or a slice."""
 
-    own: Tensor | None = None
+    own: Tensor | slice
     """(t,) of the residual stream."""
-    gathered: Tensor | None = None
+    gathered: Tensor | slice
     """(T / cp,) after `Layout.gather`."""
     queries: Tensor | None = None
     """The same on the host, where they meet keys that all cp ranks gather."""
@@ -62,36 +62,24 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class Permute(OwnFunction):
-    """Tokens (N, d) to one row for each choice (N k, d), in a given order; `places` is its inverse.
+    """Rows (N, d), `k` times each, to rows (N k, d) in an `order`; `places` is its inverse.
 
-    PyTorch's own gradient of this indexing adds rows up one by one. This one is a gather and a sum.
+    PyTorch's own gradient of this indexing adds rows up one by one. This one is a gather, and a sum if
+    there are several of each.
     """
 
     @staticmethod
-    def forward(ctx, tokens, order, places, k):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, rows, order, places, k):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(places)
         ctx.k = k
-        return tokens[order // k]
+        return rows[order if k == 1 else order // k]
 
     @staticmethod
     def backward(ctx, *grads):
-        (places,) = ctx.saved_tensors
-        rows = grads[0][places].unflatten(0, (-1, ctx.k))
-        return rows.sum(1, dtype=rows.dtype), None, None, None
-
-
-class Unpermute(OwnFunction):
-    """Rows (R, d) in a given order back to their places; the gradient is a gather too."""
-
-    @staticmethod
-    def forward(ctx, rows, order, places):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(order)
-        return rows[places]
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (order,) = ctx.saved_tensors
-        return grads[0][order], None, None
+        rows = grads[0][ctx.saved_tensors[0]]
+        if ctx.k > 1:
+            rows = rows.unflatten(0, (-1, ctx.k)).sum(1, dtype=rows.dtype)
+        return rows, None, None, None
 
 
 class Layout:
@@ -102,7 +90,7 @@ class Layout:
 
     def places(self, T: int, device: torch.device) -> Places:
         """The positions that this rank has, of samples of T tokens."""
-        return Places()
+        return Places(slice(T), slice(T))
 
     def gather(self, x: Tensor) -> Tensor:
         """(B, t, d) own tokens to the (B, T / cp, d) of the ranks that share heads."""
@@ -133,7 +121,7 @@ class Layout:
     def experts(self, experts: nn.Module, sent: Any, plan: Any) -> Tensor:
         """The weighted sums (N, d) of `experts(rows, counts)` of what was sent, wherever they are."""
         rows, order, places, weights = sent
-        out = Unpermute.apply(experts(rows, plan), order, places)
+        out = Permute.apply(experts(rows, plan), places, order, 1)
         out = out.unflatten(0, weights.shape) * weights[..., None]
         return out.sum(dim=1, dtype=out.dtype)  # or CUDA's autocast would sum to fp32
 

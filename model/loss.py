@@ -129,32 +129,32 @@ def in_few_passes(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden, weight, labels, vocab_size, dtype, rows, ranks, chunk_fn, times, want_grad, learns
-    ):  # fmt: skip
+    def forward(ctx, hidden, weight, labels, module, masks, dtype, grad_enabled):
         low_h = hidden.to(dtype)
         low_w = aligned_weight(weight, dtype) if weight.is_cuda else weight.to(dtype)
-        n = hidden.shape[0]
-        losses = []
+        want_grad = grad_enabled and (hidden.requires_grad or weight.requires_grad)
+        learns = want_grad and weight.requires_grad
+        n, d = hidden.shape
+        rows = chunk_rows(n, module.width or len(weight), d if learns else 0, module.chunk_elements)
+        wide = n > rows or dtype == torch.float16  # several chunks are summed in fp32
+        sum_dtype = torch.float32 if wide else weight.dtype
+        times, losses = module.times, []
         grad_hidden = torch.empty_like(low_h) if want_grad else None
         grad_weight = None
         for start in range(0, n, rows):
             grad = None  # frees the last chunk's before there are new logits
             part = slice(start, start + rows)
-            chunk_loss, grad = chunk_fn(times(low_h[part], low_w), labels[part], vocab_size)
-            losses.append(chunk_loss)
-            if grad_hidden is None:
-                continue
-            times(grad, low_w.t(), grad_hidden[part])
-            if not learns:
-                continue
-            wide = n > rows or dtype == torch.float16  # several chunks are summed in fp32
-            grad_weight = _add_product(
-                grad_weight, grad.t(), low_h[part], torch.float32 if wide else weight.dtype, times
+            chunk_loss, grad = module.chunk_fn(
+                times(low_h[part], low_w), labels[part], module.vocab_size, masks
             )
+            losses.append(chunk_loss)
+            if grad_hidden is not None:
+                times(grad, low_w.t(), grad_hidden[part])
+            if learns:
+                grad_weight = _add_product(grad_weight, grad.t(), low_h[part], sum_dtype, times)
         if grad_weight is not None:
-            grad_weight = grad_weight[: weight.shape[0]]
-        ctx.grads, ctx.n = (grad_hidden, grad_weight), n / ranks
+            grad_weight = grad_weight[: len(weight)]
+        ctx.grads, ctx.n = (grad_hidden, grad_weight), n / module.ranks
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.cat(losses).mean()
 
@@ -163,7 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("the chunked loss can be differentiated only once")
         (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # freed as early as can be
-        scale, none = grad_outputs[0] / ctx.n, [None] * 9
+        scale, none = grad_outputs[0] / ctx.n, [None] * 5
         if grad_hidden is not None:
             grad_hidden = _scaled(grad_hidden, scale, ctx.dtypes[0])
         if grad_weight is not None:
@@ -212,14 +212,13 @@ def adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a matmul of 16-bit matrices can be added to an fp32 one in place here: tried once."""
     if device.type != "cuda":
         return False
-    with torch.no_grad():
-        a = torch.full((16, 16), 0.5, dtype=dtype, device=device)
-        total = torch.ones(16, 16, device=device)
-        try:
-            torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-        except (RuntimeError, TypeError):
-            return False
-        return bool((total == 5.0).all())
+    a = torch.full((16, 16), 0.5, dtype=dtype, device=device)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 5.0).all())
 
 
 class LinearCrossEntropy(nn.Module):
@@ -234,27 +233,21 @@ class LinearCrossEntropy(nn.Module):
         self.vocab_size = vocab_size
         self.chunk_elements = chunk_elements
         self.chunk_fn = logits_loss
-        self.masks = False
         self.times: Times = plain_times
         # Ranks that have some rows of the weight each, and the same hidden states; most rows of one.
         self.ranks, self.width = 1, 0
 
-    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, masks: bool = False
+    ) -> Tensor:
         """(N, d) hidden states, (V, d) weight and (N,) int64 labels to a scalar in fp32.
 
-        It is the mean over all N. If the module `masks`, those with a label below 0 count 0.
+        It is the mean over all N. With `masks`, those with a label below 0 count 0.
 
         Under autocast the matmuls run in its dtype; softmax and sums are always fp32.
         """
         dtype = autocast_dtype(hidden.device)
         dtype = dtype or torch.promote_types(hidden.dtype, weight.dtype)
-        want_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        (n, d), V = hidden.shape, weight.shape[0]
-        learns = want_grad and weight.requires_grad
-        rows = chunk_rows(n, self.width or V, d if learns else 0, self.chunk_elements)
+        how = self, masks, dtype, torch.is_grad_enabled()
         with no_autocast(hidden.device):
-            return _LinearCrossEntropy.apply(
-                hidden, weight, labels, self.vocab_size, dtype, rows, self.ranks,
-                functools.partial(self.chunk_fn, masks=True) if self.masks else self.chunk_fn,
-                self.times, want_grad, learns,
-            )  # fmt: skip
+            return _LinearCrossEntropy.apply(hidden, weight, labels, *how)

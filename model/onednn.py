@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_train_bench.model.loss import LinearCrossEntropy, plain_times
-from llm_train_bench.model.operators import OwnFunction, operator, taken
+from llm_train_bench.model.operators import OwnFunction, operator
 
 # The part of a step's matmul time that oneDNN must save to be taken.
 LEAST_GAIN = 0.03
@@ -24,29 +24,20 @@ def available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _onednn_linear(x, w, b):
-    taken["linear layers"] = "onednn"
+@operator(
+    "cpu",
+    fake=lambda x, w, b: x.new_empty(*x.shape[:-1], len(w)),
+    note=("linear layers", "onednn"),
+)
+def onednn_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """(..., K) times (N, K), a view of any strides, transposed; plus a bias (N,)."""
     return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
 
 
-def onednn_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """(..., K) times (N, K), a view of any strides, transposed; plus a bias (N,)."""
-    return x.new_empty(*x.shape[:-1], w.shape[0])
-
-
-linear = operator(onednn_linear, _onednn_linear, "cpu")
-
-
-def _onednn_grad_weight(g, x):
-    return product(g.t(), x.t()).contiguous()
-
-
+@operator("cpu")
 def onednn_grad_weight(g: Tensor, x: Tensor) -> Tensor:
     """The weight's gradient (N, K): (M, N) transposed times (M, K)."""
-    return g.new_empty(g.shape[1], x.shape[1])
-
-
-grad_weight = operator(onednn_grad_weight, _onednn_grad_weight, "cpu")
+    return product(g.t(), x.t()).contiguous()
 
 
 class _Linear(OwnFunction):
@@ -54,15 +45,15 @@ class _Linear(OwnFunction):
     def forward(ctx, x, w, b):
         ctx.save_for_backward(x, w)
         ctx.bias = b is not None
-        return linear(x, w, b)
+        return onednn_linear(x, w, b)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         x, w = ctx.saved_tensors
         g, wanted = grads[0].flatten(0, -2), ctx.needs_input_grad
-        of_x = linear(g, w.t(), None).view(x.shape) if wanted[0] else None
-        of_w = grad_weight(g, x.flatten(0, -2)) if wanted[1] else None
+        of_x = onednn_linear(g, w.t(), None).view(x.shape) if wanted[0] else None
+        of_w = onednn_grad_weight(g, x.flatten(0, -2)) if wanted[1] else None
         return of_x, of_w, g.sum(0) if ctx.bias and wanted[2] else None
 
 
@@ -93,7 +84,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return plain_times(a, b, out)
     # The first operand is copied if it is transposed: the smaller one.
     swaps = not a.is_contiguous() and a.shape[0] > b.shape[0]
-    result = linear(b, a, None).t() if swaps else linear(a, b, None)
+    result = onednn_linear(b, a, None).t() if swaps else onednn_linear(a, b, None)
     return result if out is None else out.copy_(result)
 
 

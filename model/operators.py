@@ -10,19 +10,30 @@ taken: dict[str, str] = {}
 
 
 def operator(
-    fake: Callable[..., Any], kernel: Callable[..., Any], *devices: str
-) -> Callable[..., Any]:
-    """An operator of the name and the signature of `fake`, which makes its empty outputs.
+    *devices: str, fake: Callable[..., Any] | None = None, note: tuple[str, str] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function an operator of its name and signature, for these types of devices.
 
-    `kernel` computes it, on those types of devices. The compiler keeps the strides of inputs. Autograd
-    knows no such operator, and would silently give no gradient: call it inside a torch.autograd.Function.
+    For the compiler `fake` makes its empty outputs; the function itself does if None. What runs is noted
+    in `taken`. The compiler keeps the strides of inputs. Autograd knows no such operator, and would
+    silently give no gradient: call it inside a torch.autograd.Function.
     """
-    name = f"llm_train_bench::{fake.__name__}"
-    tags = torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag
-    torch.library.define(name, torch.library.infer_schema(fake, mutates_args=()), tags=tags)
-    torch.library.register_fake(name, fake)
-    torch.library.impl(name, devices, kernel)
-    return getattr(torch.ops.llm_train_bench, fake.__name__).default
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(*args):
+            if note is not None:
+                taken.update([note])
+            return function(*args)
+
+        name = f"llm_train_bench::{function.__name__}"
+        schema = torch.library.infer_schema(function, mutates_args=())
+        tags = torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag
+        torch.library.define(name, schema, tags=tags)
+        torch.library.register_fake(name, fake or function)
+        torch.library.impl(name, devices, kernel)
+        return getattr(torch.ops.llm_train_bench, function.__name__).default
+
+    return register
 
 
 class OwnFunction(torch.autograd.Function):

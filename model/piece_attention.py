@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llm_train_bench.model.operators import OwnFunction, operator, taken
+from llm_train_bench.model.operators import OwnFunction, operator
 
 aten = torch.ops.aten
-# Queries times keys of one mask, about; and the queries of a piece that has one.
+# Queries times keys of one mask, about; and the most queries of a piece that has one.
 MASK_ELEMENTS, MASK_ROWS = 2**23, 2048
+# The most queries of a piece by matmuls; and of one without a bound.
+PLAIN_ROWS, ALL_ROWS = 512, 2**31
 
 
 class Seen(NamedTuple):
@@ -57,7 +59,7 @@ class _Piece(NamedTuple):
 def _pieces(
     B: int, S: int, starts: Tensor | None, positions: Tensor | None, window: int, rows: int
 ) -> Iterator[_Piece]:
-    """The pieces of a batch; those with a window have at most `rows` queries."""
+    """The pieces of a batch, of at most `rows` queries."""
     places = torch.arange(S) if positions is None else positions
     for b in range(B if starts is not None else 1):
         samples = slice(b, b + 1) if starts is not None else slice(None)
@@ -66,9 +68,8 @@ def _pieces(
         edges = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(places)]
         for at, end in itertools.pairwise(edges):
             first, low = int(places[at]), int(lows[at])
-            step = rows if window else end - at
-            for i in range(at, end, step):
-                n, begin = min(step, end - i), first + i - at
+            for i in range(at, end, rows):
+                n, begin = min(rows, end - i), first + i - at
                 seen = max(low, begin - window + 1) if window else low
                 yield _Piece(samples, i, n, seen, begin)
 
@@ -85,28 +86,22 @@ def _hidden(n: int, m: int, window: int, dtype: torch.dtype, device: torch.devic
 class _Cpu:
     """PyTorch's flash attention of CPUs, which has no causal form for fewer queries than keys."""
 
-    forward_ = aten._scaled_dot_product_flash_attention_for_cpu
-    backward_ = aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-    @classmethod
-    def calls(cls, q, k, v, window):
-        """Keys and values of each call, by their range; whether it is causal; its mask."""
+    @staticmethod
+    def calls(q, k, window):
+        """The range of the keys of each call, and its mask."""
         n, m = q.shape[2], k.shape[2]
         if window and (n > 1 or m > window):
-            yield (
-                slice(None),
-                dict(is_causal=False, attn_mask=_hidden(n, m, window, q.dtype, q.device)),
-            )
-            return
-        if m > n:
-            yield slice(0, m - n), dict(is_causal=False)
-        yield slice(m - n, m), dict(is_causal=True)
+            mask = _hidden(n, m, window, q.dtype, q.device)
+            return [(slice(m), dict(is_causal=False, attn_mask=mask))]
+        earlier = [(slice(m - n), dict(is_causal=False))] if m > n else []
+        return [*earlier, (slice(m - n, m), dict(is_causal=True))]
 
-    @classmethod
-    def forward(cls, q, k, v, window, scale):
+    @staticmethod
+    def forward(q, k, v, window, scale):
+        attend = aten._scaled_dot_product_flash_attention_for_cpu
         (y, lse), *more = [
-            cls.forward_(q, k[:, :, part], v[:, :, part], 0.0, scale=scale, **how)
-            for part, how in cls.calls(q, k, v, window)
+            attend(q, k[:, :, part], v[:, :, part], 0.0, scale=scale, **mask)
+            for part, mask in _Cpu.calls(q, k, window)
         ]
         for of, its in more:
             both = torch.logaddexp(lse, its)
@@ -114,99 +109,94 @@ class _Cpu:
             lse = both
         return y, lse
 
-    @classmethod
-    def backward(cls, grad, q, k, v, y, lse, window, scale):
+    @staticmethod
+    def backward(grad, q, k, v, y, lse, window, scale):
+        attend_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         parts = [
-            cls.backward_(grad, q, k[:, :, part], v[:, :, part], y, lse, 0.0, scale=scale, **how)
-            for part, how in cls.calls(q, k, v, window)
+            attend_backward(grad, q, k[:, :, part], v[:, :, part], y, lse, 0.0, scale=scale, **mask)
+            for part, mask in _Cpu.calls(q, k, window)
         ]
-        of_q, of_k, of_v = ([part[i] for part in parts] for i in range(3))
-        of_q = of_q[0] if len(of_q) == 1 else of_q[0] + of_q[1]
-        return of_q, torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
+        of_q, of_k, of_v = zip(*parts, strict=True)
+        return sum(of_q[1:], of_q[0]), torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
 
 
 class _Flash:
     """FlashAttention as PyTorch has it: the last queries of more keys, and a window, in one call."""
 
     @staticmethod
+    def options(window, scale):
+        left, right = (window - 1, 0) if window else (None, None)
+        return dict(scale=scale, window_size_left=left, window_size_right=right)
+
+    @staticmethod
     def forward(q, k, v, window, scale):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        sizes, how = (q.shape[1], k.shape[1]), _Flash.how(window, scale)
+        sizes, options = (q.shape[1], k.shape[1]), _Flash.options(window, scale)
         y, lse, *_ = aten._flash_attention_forward(
-            q, k, v, None, None, *sizes, 0.0, True, False, **how
+            q, k, v, None, None, *sizes, 0.0, True, False, **options
         )
         return y.transpose(1, 2), lse
 
     @staticmethod
     def backward(grad, q, k, v, y, lse, window, scale):
         grad, q, k, v, y = (x.transpose(1, 2).contiguous() for x in (grad, q, k, v, y))
-        sizes, how = (q.shape[1], k.shape[1]), _Flash.how(window, scale)
+        sizes, options = (q.shape[1], k.shape[1]), _Flash.options(window, scale)
         none = torch.zeros(2, dtype=torch.int64, device=q.device)  # a state of random numbers
         grads = aten._flash_attention_backward(
-            grad, q, k, v, y, lse.contiguous(), None, None, *sizes, 0.0, True, none, none, **how
+            grad, q, k, v, y, lse.contiguous(), None, None, *sizes, 0.0, True, none, none, **options
         )
         return tuple(x.transpose(1, 2) for x in grads)
 
-    @staticmethod
-    def how(window, scale):
-        return dict(scale=scale) | (
-            dict(window_size_left=window - 1, window_size_right=0) if window else {}
-        )
-
 
 class _Plain:
-    """By matmuls, some queries at a time, in fp32: where a GPU has no kernel, and as a reference."""
-
-    ROWS = 512
+    """By matmuls in fp32: where a GPU has no kernel, and as a reference."""
 
     @staticmethod
     def scores(q, k, window, scale):
-        """By queries: their range, and their scores over groups (B, K, H / K, rows, m)."""
+        """Scores over groups of heads (B, K, H / K, n, m)."""
         n, m, heads = q.shape[2], k.shape[2], k.shape[1]
         q, k = q.unflatten(1, (heads, -1)).float(), k.float().unsqueeze(2)
-        for at in range(0, n, _Plain.ROWS):
-            rows = slice(at, min(at + _Plain.ROWS, n))
-            hidden = _hidden(n, m, window or m, torch.float32, q.device)[rows]
-            yield rows, q[..., rows, :] @ k.transpose(-1, -2) * scale + hidden
+        return q @ k.mT * scale + _hidden(n, m, window or m, torch.float32, q.device)
 
     @staticmethod
     def forward(q, k, v, window, scale):
-        y, lse, wide = [], [], v.float().unsqueeze(2)
-        for _, scores in _Plain.scores(q, k, window, scale):
-            lse.append(scores.logsumexp(-1))
-            y.append((scores - lse[-1].unsqueeze(-1)).exp() @ wide)
-        return torch.cat(y, -2).flatten(1, 2).to(q.dtype), torch.cat(lse, -1).flatten(1, 2)
+        scores = _Plain.scores(q, k, window, scale)
+        lse = scores.logsumexp(-1, keepdim=True)
+        y = (scores - lse).exp() @ v.float().unsqueeze(2)
+        return y.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2)
 
     @staticmethod
     def backward(grad, q, k, v, y, lse, window, scale):
         heads = k.shape[1]
-        grad, y, lse, wide = (x.unflatten(1, (heads, -1)).float() for x in (grad, y, lse, q))
-        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (wide, k, v))
-        delta, k, v = (
-            (grad * y).sum(-1, keepdim=True),
-            k.float().unsqueeze(2),
-            v.float().unsqueeze(2),
-        )
-        for rows, scores in _Plain.scores(q, k.squeeze(2), window, scale):
-            p, g = (scores - lse[..., rows, None]).exp(), grad[..., rows, :]
-            of_scores = p * (g @ v.transpose(-1, -2) - delta[..., rows, :]) * scale
-            dq[..., rows, :] = of_scores @ k
-            dk += (of_scores.transpose(-1, -2) @ wide[..., rows, :]).sum(2)
-            dv += (p.transpose(-1, -2) @ g).sum(2)
-        return dq.flatten(1, 2).to(q.dtype), dk, dv
+        grad, y, lse, wide_q = (x.unflatten(1, (heads, -1)).float() for x in (grad, y, lse, q))
+        wide_k, wide_v = k.float().unsqueeze(2), v.float().unsqueeze(2)
+        p = (_Plain.scores(q, k, window, scale) - lse.unsqueeze(-1)).exp()
+        delta = (grad * y).sum(-1, keepdim=True)
+        of_scores = p * (grad @ wide_v.mT - delta) * scale
+        of_k, of_v = (of_scores.mT @ wide_q).sum(2), (p.mT @ grad).sum(2)
+        return (of_scores @ wide_k).flatten(1, 2).to(q.dtype), of_k, of_v
 
 
 def _kernel(q: Tensor, v: Tensor, window: int):
-    """What computes a piece, and the most queries of one with a window."""
-    rows = max(16, min(max(window, 64), MASK_ROWS, MASK_ELEMENTS // max(window, 1)))
+    """What computes a piece, and the most queries of one."""
+    rows = ALL_ROWS
+    if window:
+        rows = max(16, min(max(window, 64), MASK_ROWS, MASK_ELEMENTS // window))
     if q.device.type == "cpu":
         return _Cpu, rows
     sized = q.shape[-1] == v.shape[-1] <= 256
     if sized and q.dtype in (torch.float16, torch.bfloat16) and not (window and torch.version.hip):
-        return _Flash, 2**31
-    return _Plain, rows
+        return _Flash, ALL_ROWS
+    return _Plain, min(rows, PLAIN_ROWS)
 
 
+def _outputs(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+    B, H, t, _ = q.shape
+    y = q.new_empty(B, t, H, v.shape[3]).transpose(1, 2)
+    return y, q.new_empty(B, H, t, dtype=torch.float32)
+
+
+@operator("cpu", "cuda", fake=_outputs, note=("attention", "pieces"))
 def piece_attention(
     q: Tensor,
     k: Tensor,
@@ -218,14 +208,7 @@ def piece_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(B, H, t, D) over (B, K, S, D) and (B, K, S, D) to (B, H, t, D), and log-sum-exp (B, H, t)."""
-    B, H, t, _ = q.shape
-    y = q.new_empty(B, t, H, v.shape[3]).transpose(1, 2)
-    return y, q.new_empty(B, H, t, dtype=torch.float32)
-
-
-def _piece_attention(q, k, v, sinks, starts, positions, window, scale):
-    taken["attention"] = "pieces"
-    y, lse = piece_attention(q, k, v, sinks, starts, positions, window, scale)
+    y, lse = _outputs(q, k, v)
     kernel, rows = _kernel(q, v, window)
     for piece in _pieces(q.shape[0], k.shape[2], starts, positions, window, rows):
         of, its = kernel.forward(piece.queries(q), piece.keys(k), piece.keys(v), window, scale)
@@ -238,6 +221,12 @@ def _piece_attention(q, k, v, sinks, starts, positions, window, scale):
     return y, lse
 
 
+def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, ...]:
+    grads = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
+    return *grads, q.new_empty(q.shape[1], dtype=torch.float32)
+
+
+@operator("cpu", "cuda", fake=_gradients)
 def piece_attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -252,15 +241,7 @@ def piece_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and, in fp32, of the sinks (H,); k's and v's are summed in fp32."""
-    grads = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
-    dq, dk, dv = grads
-    return dq, dk, dv, q.new_empty(q.shape[1], dtype=torch.float32)
-
-
-def _piece_attention_backward(grad, q, k, v, y, lse, sinks, starts, positions, window, scale):
-    dq, dk, dv, of_sinks = piece_attention_backward(
-        grad, q, k, v, y, lse, sinks, starts, positions, window, scale
-    )
+    dq, dk, dv, of_sinks = _gradients(grad, q, k, v)
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
     kernel, rows = _kernel(q, v, window)
     for piece in _pieces(q.shape[0], k.shape[2], starts, positions, window, rows):
@@ -277,14 +258,10 @@ def _piece_attention_backward(grad, q, k, v, y, lse, sinks, starts, positions, w
     return dq, dk.copy_(sums[0]), dv.copy_(sums[1]), of_sinks
 
 
-forward = operator(piece_attention, _piece_attention, "cpu", "cuda")
-backward = operator(piece_attention_backward, _piece_attention_backward, "cpu", "cuda")
-
-
 class _Pieces(OwnFunction):
     @staticmethod
     def forward(ctx, q, k, v, sinks, starts, positions, window, scale):
-        y, lse = forward(q, k, v, sinks, starts, positions, window, scale)
+        y, lse = piece_attention(q, k, v, sinks, starts, positions, window, scale)
         ctx.save_for_backward(q, k, v, y, lse, sinks, starts, positions)
         ctx.how = window, scale
         return y
@@ -293,7 +270,7 @@ class _Pieces(OwnFunction):
     @once_differentiable
     def backward(ctx, *grads):
         saved = ctx.saved_tensors  # may be read once
-        *of, of_sinks = backward(grads[0], *saved, *ctx.how)
+        *of, of_sinks = piece_attention_backward(grads[0], *saved, *ctx.how)
         return *of, None if saved[5] is None else of_sinks.to(saved[5].dtype), *[None] * 4
 
 

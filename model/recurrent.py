@@ -26,18 +26,18 @@ from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.shapes import present
 
 
+def _outputs(k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+    return v.new_empty(*k.shape[:2], k.shape[3], v.shape[3]), torch.empty_like(v)
+
+
+@operator("cpu", "cuda", fake=_outputs)
 def chunk_states(k: Tensor, v: Tensor, w: Tensor | None, decay: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each chunk (R, n, N, P), and the values (R, n, C, P) that were added to it.
 
     Keys k (R, n, C, N), values v (R, n, C, P), factors of the state `decay` (R, n). With the delta rule
     w (R, n, C, N) times the state is taken from the values.
     """
-    R, n, _, N = k.shape
-    return v.new_empty(R, n, N, v.shape[3]), torch.empty_like(v)
-
-
-def _chunk_states(k, v, w, decay):
-    states, added = chunk_states(k, v, w, decay)
+    states, added = _outputs(k, v)
     state = torch.zeros_like(states[:, 0])
     for i in range(k.shape[1]):
         states[:, i] = state
@@ -47,16 +47,13 @@ def _chunk_states(k, v, w, decay):
     return states, added
 
 
+@operator("cpu", "cuda", fake=lambda s, v, *_: (torch.empty_like(s), torch.empty_like(v)))
 def chunk_states_backward(
-    of_states: Tensor, of_added: Tensor, k: Tensor, w: Tensor | None, decay: Tensor, states: Tensor
+    of_states: Tensor, of_added: Tensor, k: Tensor, w: Tensor | None, decay: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the state after each chunk (R, n, N, P), and of the values (R, n, C, P)."""
-    return torch.empty_like(states), torch.empty_like(of_added)
-
-
-def _chunk_states_backward(of_states, of_added, k, w, decay, states):
-    after, of_v = chunk_states_backward(of_states, of_added, k, w, decay, states)
-    grad = torch.zeros_like(states[:, 0])
+    after, of_v = torch.empty_like(of_states), torch.empty_like(of_added)
+    grad = torch.zeros_like(of_states[:, 0])
     for i in reversed(range(k.shape[1])):
         after[:, i] = grad
         new = torch.baddbmm(of_added[:, i], k[:, i], grad)
@@ -67,14 +64,10 @@ def _chunk_states_backward(of_states, of_added, k, w, decay, states):
     return after, of_v
 
 
-states_forward = operator(chunk_states, _chunk_states, "cpu", "cuda")
-states_backward = operator(chunk_states_backward, _chunk_states_backward, "cpu", "cuda")
-
-
 class _States(OwnFunction):
     @staticmethod
     def forward(ctx, k, v, w, decay):
-        states, added = states_forward(k, v, w, decay)
+        states, added = chunk_states(k, v, w, decay)
         ctx.save_for_backward(k, w, decay, states, added)
         return states, added
 
@@ -83,7 +76,7 @@ class _States(OwnFunction):
     def backward(ctx, *grads):
         k, w, decay, states, added = ctx.saved_tensors
         of_states, of_added = (g.contiguous() for g in grads)
-        after, of_v = states_backward(of_states, of_added, k, w, decay, states)
+        after, of_v = chunk_states_backward(of_states, of_added, k, w, decay)
         of_w = None if w is None else -(of_v @ states.mT)
         return added @ after.mT, of_v, of_w, (after * states).sum((-2, -1))
 

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from llm_train_bench.model import block_attention, onednn, piece_attention
 from llm_train_bench.model.attention_kernel import USUAL_KERNEL, AttentionKernel
-from llm_train_bench.model.block_attention import InBlocks
+from llm_train_bench.model.block_attention import InBlocks, block_attention
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import MixtureOfExperts
 from llm_train_bench.model.layers import (
@@ -33,7 +32,8 @@ from llm_train_bench.model.layers import (
 )
 from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
 from llm_train_bench.model.loss import LinearCrossEntropy, parted_loss
-from llm_train_bench.model.piece_attention import Seen
+from llm_train_bench.model.onednn import onednn_linear
+from llm_train_bench.model.piece_attention import Seen, piece_attention
 from llm_train_bench.model.recurrent import RecurrentMixer
 from llm_train_bench.model.shapes import LayerSpec
 from llm_train_bench.model.weights import Weight, part_of
@@ -55,7 +55,7 @@ def saved_ops(attention: bool) -> set:
     matmuls = "mm addmm bmm baddbmm linear _scaled_mm _grouped_mm max"
     collectives = "reduce_scatter_tensor all_gather_into_tensor all_reduce all_to_all_single"
     ops |= {getattr(aten, name).default for name in matmuls.split()}
-    ops |= {block_attention.forward, piece_attention.forward, onednn.linear}
+    ops |= {block_attention, piece_attention, onednn_linear}
     return ops | {getattr(c10d, name).default for name in collectives.split()}
 
 
@@ -108,13 +108,6 @@ def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
     if isinstance(norm, RMSNorm):
         norm.offset = float(config.norm_offset)
     return norm
-
-
-def positions_at(places: Tensor | None, inside: Tensor | None, T: int) -> Tensor | slice:
-    """Positions of a sample's places, all T if None; `inside` (B, T) are those within its documents."""
-    if inside is None:
-        return slice(T) if places is None else places
-    return inside if places is None else inside[:, places]
 
 
 class Transformer(HasWeights):
@@ -192,11 +185,12 @@ class Transformer(HasWeights):
         layout, x = self.layout, tokens
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
         places = layout.places(T, x.device)
-        inside = None if documents is None else documents.places(x.device)
-        starts = None if documents is None else documents.starts
+        own, positions, starts = places.own, places.gathered, None
+        if documents is not None:
+            inside, starts = documents.places(x.device), documents.starts
+            own, positions = inside[:, own], inside[:, positions]
         if self.first:
-            x = self.embed_tokens(x, places, positions_at(places.own, inside, T))
-        positions = positions_at(places.gathered, inside, T)
+            x = self.embed_tokens(x[:, places.gathered], own)
         ropes, masks = {}, {}
         for name, block in self.blocks.items():
             layer = self.config.layers[int(name)]
@@ -214,15 +208,13 @@ class Transformer(HasWeights):
         head = self.embed.weight if self.lm_head is None else self.lm_head.weight
         if labels is None:
             return F.linear(x, head)[..., : self.config.vocab_size]
-        self.loss.masks = documents is not None
         # Ranks that share heads have the loss of all their tokens.
-        labels = labels if places.gathered is None else labels[:, places.gathered]
-        return self.loss(layout.gather(x).flatten(0, 1), head, labels.flatten())
+        hidden, labels = layout.gather(x).flatten(0, 1), labels[:, places.gathered].flatten()
+        return self.loss(hidden, head, labels, masks=documents is not None)
 
-    def embed_tokens(self, tokens: Tensor, places: Places, positions: Tensor | slice) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, positions: Tensor | slice) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""
-        gathered = places.gathered
-        x = self.look_up(tokens if gathered is None else tokens[:, gathered])
+        x = self.look_up(tokens)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.positions is not None:
@@ -259,9 +251,8 @@ class Transformer(HasWeights):
             return None
         if kind not in self.ropes or self.ropes[kind].cos.device != device:
             tables = rope_tables(self.config, self.seq_len, kind)
-            scale = None if tables.scale is None else tables.scale.to(device)
-            self.ropes[kind] = Rope(tables.cos.to(device), tables.sin.to(device), scale)
-        return self.ropes[kind].at(positions)
+            self.ropes[kind] = tables.map(lambda table: table.to(device))
+        return self.ropes[kind].map(lambda table: table[positions])
 
     def mask_for(
         self, layer: LayerSpec, T: int, places: Places, starts: Tensor | None, device: torch.device

@@ -116,16 +116,16 @@ def test_attention_in_blocks_is_exact(dtype, sizes):
 def operators():
     """Each operator of ours with inputs of which an output could be a view: dense, and one head."""
     q, rows = normal(2, 1, 40, 8), normal(40, 24)
-    yield block_attention.forward, (q, q.clone(), q.clone(), 1.0)
+    yield block_attention.block_attention, (q, q.clone(), q.clone(), 1.0)
     one = q[:, :, :1].contiguous()
-    yield block_attention.forward, (one, one.clone(), one.clone(), 1.0)
-    kept = block_attention.forward(q, q.clone(), q.clone(), 1.0)[1:]
-    yield block_attention.backward, (q.clone(), *kept, 1, 1.0)
+    yield block_attention.block_attention, (one, one.clone(), one.clone(), 1.0)
+    kept = block_attention.block_attention(q, q.clone(), q.clone(), 1.0)[1:]
+    yield block_attention.block_attention_backward, (q.clone(), *kept, 1, 1.0)
     if onednn.available():
-        yield onednn.linear, (rows, normal(16, 24), None)
-        yield onednn.linear, (rows, normal(24, 16).t(), normal(16))
-        yield onednn.grad_weight, (normal(40, 16), rows)
-        yield onednn.grad_weight, (normal(40, 48), rows)
+        yield onednn.onednn_linear, (rows, normal(16, 24), None)
+        yield onednn.onednn_linear, (rows, normal(24, 16).t(), normal(16))
+        yield onednn.onednn_grad_weight, (normal(40, 16), rows)
+        yield onednn.onednn_grad_weight, (normal(40, 48), rows)
 
 
 def test_no_operator_returns_a_view_of_its_inputs_or_another_shape_than_it_says():

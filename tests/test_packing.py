@@ -121,7 +121,6 @@ def test_pieces_are_attention_under_a_mask(kernel, monkeypatch):
     """Windows, documents, chunks of queries, sinks, groups and narrow values; all gradients."""
     if kernel == "_Plain":  # the kernel of GPUs in fp32
         monkeypatch.setattr(piece_attention, "_kernel", lambda *_: (piece_attention._Plain, 20))
-        monkeypatch.setattr(piece_attention._Plain, "ROWS", 16)
     torch.manual_seed(0)
     for S, window, packs, chunks, has_sinks in itertools.product(
         (40, 64), (None, 1, 7, 30, 200), (0, 1), (0, 1), (0, 1)
