@@ -64,7 +64,7 @@ container=$(buildah from llm-train-bench:cpu)
 trap 'buildah rm "$container" >/dev/null' EXIT
 inside bash -c 'python3 prepare_data.py --stdlib --output-dir /home/bench/data &&
   python3 train.py configs/llama-tiny.json --data /home/bench/data/train.bin --val-data /home/bench/data/val.bin --amp off \
-    --n-steps 30 --bsz 8 --seq-len 256 --lr 2e-3 --sample 80 --run-name demo'
+    --n-steps 30 --bsz 8 --seq-len 256 --lr 2e-3 --run-name demo'
 inside python3 train_ddp.py configs/gpt2-tiny.json --bsz 2 --seq-len 64 --n-steps 5 --warmup-steps 2 --run-name ddp
 inside python3 train.py configs/gpt2-tiny.json --bsz 2 --seq-len 64 --n-steps 5 --warmup-steps 3 --pt-compile --run-name compiled
 inside python3 doctor.py || true # no GPU here: it says so

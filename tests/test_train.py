@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -20,7 +19,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llm_train_bench.base import start
-from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.results.console import print_result, table_rows
 from llm_train_bench.results.result_files import read_result
@@ -28,8 +26,6 @@ from llm_train_bench.results.schema import SCHEMA_VERSION
 from llm_train_bench.results.wandb_run import WandbRun
 from llm_train_bench.run import loop
 from llm_train_bench.run.provenance import describe_environment
-from llm_train_bench.run.sampling import text_decoder
-from llm_train_bench.settings.flags import DataFlags
 from tests.helpers import (
     ROOT,
     noted,
@@ -289,27 +285,6 @@ def test_bad_input_writes_nothing_and_a_run_that_exists_stays(tmp_path, refused,
     argv = words(FP32, "--output-dir", plain, "--run-name", path.parent.name)
     refused(train_main, "exists already", argv)
     assert path.read_bytes() == before
-
-
-def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
-    """It writes what it learnt, the same from its export; without a way to decode, it is refused."""
-    np.frombuffer(b"abcdefgh" * 400, np.uint8).astype(np.uint16).tofile(tmp_path / "t.bin")
-    common = words("--seq-len 16 --amp off --no-tensorboard --sample 24 --warmup-steps 0")
-    flags = "--bsz 16 --lr 1e-2 --n-steps 90 --lr-warmup-steps 0 --weight-decay 0 --run-name x"
-    data = ["--export", "--data-dtype", "uint16", "--data", tmp_path / "t.bin"]
-    trained(tmp_path / "a", "configs/llama-tiny.json --layers 1", common, data, flags)
-    written = re.search(r"generated text:\n(.*)\n", capsys.readouterr().out)[1]
-    assert len(written) == 24 and written[4:] in "abcdefgh" * 5
-    export = tmp_path / "a/x/export"
-    again = words(export, common, "--init-from", export, "--pass-type forward --n-steps 1")
-    trained(tmp_path / "b", again)
-    assert f"generated text:\n{written}\n" in capsys.readouterr().out
-    (export / "tokenizer.json").write_text("{}")
-    refused(train_main, "is no tokenizer.json", again, "--output-dir", tmp_path)
-    with pytest.raises(UsageError, match=r"is no tokenizer\.json"):  # that beside the data
-        text_decoder(DataFlags(data=str(export / "t.bin")), 256)
-    argv = words("configs/gpt2-125m.json --sample 5 --output-dir", tmp_path)
-    refused(train_main, "no tokenizer.json lies beside", argv)
 
 
 @pytest.fixture
