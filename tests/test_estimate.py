@@ -85,7 +85,7 @@ def test_formula_and_trace_agree_on_attention_in_blocks(model, flags):
     model, *more = model.split()
     argv = [f"configs/{model}.json", *more, *"--bsz 8 --seq-len 512".split(), *flags.split()]
     plan = plan_of([*argv, "--layers", "8"], platform="cpu")
-    assert plan.work.attention == "blocks"
+    assert plan.work.attention.causal == "blocks"
     # The trace's RMS norm is a GPU's.
     formula = estimate_memory(plan.work, fused_norm=plan.work.config.rms_norm).peak
     assert formula == pytest.approx(traced_memory(plan.work, plan.optimizer), rel=0.06)
