@@ -39,7 +39,7 @@ class Zero1(torch.optim.Optimizer):
         from torch.distributed.tensor import Shard, distribute_tensor
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.shares: dict[nn.Parameter, Any] = {}  # by the parameters whose rows they have
+        self.shares: dict[Tensor, Any] = {}  # by the parameters whose rows they have
         named = {}
         learnt = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, parameter in learnt.items():

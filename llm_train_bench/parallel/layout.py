@@ -198,7 +198,7 @@ class RankLayout(ReplicaLayout):
         return Gradients(model, self) if self.parallelism.divided else None
 
     @functools.cache  # noqa: B019 (a layout lives as long as its run)
-    def places(self, T: int, device: torch.device) -> Places:
+    def places(self, T: int, device: torch.device) -> Places:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.tp * self.cp == 1:
             return super().places(T, device)
         held = torch.arange(T, device="cpu").view(self.cp, -1)
