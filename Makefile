@@ -31,7 +31,7 @@ demo: $(RUNS)
 	$(BIN)/python prepare_data.py --stdlib --output-dir data/stdlib
 	name=demo-$$(date +%Y%m%d-%H%M%S) && $(BIN)/python train.py configs/llama-tiny.json \
 	    --data data/stdlib/train.bin --val-data data/stdlib/val.bin --n-steps 250 --warmup-steps 5 \
-	    --bsz 8 --seq-len 256 --lr 2e-3 --lr-warmup-steps 20 --sample 300 --run-name $$name && \
+	    --bsz 8 --seq-len 256 --lr 2e-3 --lr-warmup-steps 20 --run-name $$name && \
 	  $(BIN)/python compare.py runs/$$name --output-dir runs/$$name/report >/dev/null && \
 	  echo "report: runs/$$name/report/report.html"
 

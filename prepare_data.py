@@ -9,7 +9,6 @@ the files are encoded with it, and its end-of-text token is put after each docum
 
 import dataclasses
 import hashlib
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -73,8 +72,6 @@ def main(argv: Sequence[str]) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output-dir {out}: cannot be made: {error.strerror}") from None
-    if args.tokenizer:  # beside the tokens, where --sample finds it
-        shutil.copy(args.tokenizer, out / "tokenizer.json")
     held_out = {path for path in paths if in_validation(path, args.val_fraction)}
     size = {path: path.stat().st_size for path in paths}
     part = sum(size[path] for path in held_out) / max(1, sum(size.values()))

@@ -28,7 +28,6 @@ from llm_train_bench.run.checkpoint.lineage import resolve_attempt
 from llm_train_bench.run.checkpoint.saver import build_saver
 from llm_train_bench.run.launch import launch
 from llm_train_bench.run.life import Run
-from llm_train_bench.run.sampling import text_writer
 from llm_train_bench.settings.plan import Plan
 
 
@@ -43,7 +42,6 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, args.init_from)
-    write_text = text_writer(args.sample, args, work)
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
@@ -63,10 +61,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         loop.measure(run, model, optimizer, step, evaluate, saver)
         if args.export:
             save_pretrained(model, run.directory / "export")
-        text = write_text and write_text(model, device)
         loop.observe_kernels(run, step)
-    if text is not None:
-        print(f"generated text:\n{text}\n", flush=True)
 
 
 if __name__ == "__main__":

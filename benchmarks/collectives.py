@@ -23,7 +23,7 @@ import torch
 from benchmarks.common import keep_devices, parser_of, save, show
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
-from llm_train_bench.measure.collective_rates import collective_rates
+from llm_train_bench.check.collective_rates import collective_rates
 from llm_train_bench.measure.device import pick_device
 from llm_train_bench.parallel.ranks import Ranks, find_ranks, join, leave
 

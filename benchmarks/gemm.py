@@ -22,10 +22,10 @@ from benchmarks.common import keep_devices, parser_of, save
 from llm_train_bench.base.files import locked, write_whole
 from llm_train_bench.base.hardware import ROOFS_FILE, name_of_part
 from llm_train_bench.base.tables import grouped
+from llm_train_bench.check.rates import best_rates, cpu_entry, formats_of, rate
 from llm_train_bench.measure.device import device_memory_gib, device_name, pick_device
 from llm_train_bench.measure.matmul_rate import heat
 from llm_train_bench.measure.power import PowerMeter
-from llm_train_bench.measure.rates import best_rates, cpu_entry, formats_of, rate
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.results.remarks import POWER_CAP
 from llm_train_bench.results.schema import DeviceUse
@@ -79,7 +79,7 @@ def main() -> None:
             if kind.startswith("fp8") and (n % 16 or k % 16):
                 continue
             run = make(m, n, k, layout, device)
-            best, median = rate(run, 2 * m * n * k, args.seconds, device)
+            best, median = rate(run, 2 * m * n * k / 1e12, args.seconds, device)
             row = {"shape": name, "mnk": [m, n, k], "layout": layout, "format": kind}
             rows.append(row | {"best_tflops": best, "median_tflops": median})
             print(f"| {name} | {m}, {n}, {k} | {kind} | {best:.4g} | {median:.4g} |", flush=True)

@@ -138,7 +138,7 @@ class Part:
                 except (Exception, SystemExit) as error:
                     del runs[name]
                     kind = {LeftOut: "left_out", common.ContestantEnded: "wrong"}.get(type(error))
-                    row = {kind: str(error)} if kind else {"failed": classify(error)[1]}
+                    row = {kind: str(error)} if kind else {"failed": classify(error).text}
                     forget(error)
                 right = first.setdefault(name.split(",")[0], row) if "losses" in row else row
                 wrong = [key for key in DIFFERS if key in row and differs(key, row, right)]
@@ -310,7 +310,7 @@ def kernels(part: Part) -> None:
         try:
             out = function(*inputs)
         except Exception as error:
-            part.note(time.monotonic(), run=name, failed=classify(error)[1])
+            part.note(time.monotonic(), run=name, failed=classify(error).text)
             return
         gradient = torch.randn_like(out)
 

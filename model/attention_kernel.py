@@ -10,7 +10,7 @@ class AttentionKernel(NamedTuple):
     """`blocks` (block_attention.py), or PyTorch's: one by name, or any (`auto`, `flex`)."""
     masked: str = "pieces"
     """Of windows, documents, sinks, and keys that cp ranks gather: `pieces` (piece_attention.py); or of
-    the first two `flex`, FlexAttention."""
+    the first two `flex`: FlexAttention, which has no backward on a CPU."""
 
 
 USUAL_KERNEL = AttentionKernel()

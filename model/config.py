@@ -15,10 +15,9 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+from llm_train_bench.model import config_keys
 from llm_train_bench.model.families import (
     FAMILIES,
-    MTP_FAMILIES,
-    MTP_KEYS,
     NOT_IMPLEMENTED,
     Reader,
     from_first_dialect,
@@ -26,6 +25,7 @@ from llm_train_bench.model.families import (
 from llm_train_bench.model.json_keys import (
     CONFIGS,
     ConfigError,
+    Keys,
     is_directory,
     kind_of,
     parse_json,
@@ -199,28 +199,8 @@ class ModelConfig:
         return shape | lists
 
 
-def build_layers(fields: dict[str, Any]) -> tuple[LayerSpec, ...]:
-    """The table of layers, from the lists of a family's reader, which are taken out of `fields`."""
-    after, around = (fields.pop(name, False) for name in ("norm_after", "norm_around"))
-    common = dict(
-        mixer="latent" if "latent" in fields else "attention",
-        mlp="experts" if "experts" in fields else "dense",
-        pre_norm=not after,
-        post_norm=after or around,
-    )
-    layers = []
-    for window in fields.pop("windows"):
-        rope = "local" if window is not None and "local_rope_theta" in fields else "global"
-        rope = None if fields["learned_positions"] else rope
-        layers.append(common | dict(window=window, rope=rope))
-    for name, (part, kind) in LAYER_LISTS.items():
-        for i in fields.pop(name, ()):
-            layers[i][part] = kind
-    return tuple(LayerSpec(**layer) for layer in layers)
-
-
 def list_layers(config: ModelConfig) -> dict[str, Any]:
-    """The lists that `build_layers` makes the table of; a model's hash is of these."""
+    """The table of layers as lists of their numbers: a model's hash is of these."""
     lists: dict[str, Any] = {
         name: tuple(i for i, layer in enumerate(config.layers) if getattr(layer, part) == kind)
         for name, (part, kind) in LAYER_LISTS.items()
@@ -229,7 +209,7 @@ def list_layers(config: ModelConfig) -> dict[str, Any]:
     lists |= {"no_rope_layers": ()} if config.learned_positions else {}
     before, after = config.layers[0].pre_norm, config.layers[0].post_norm
     lists |= dict(norm_after=after and not before, norm_around=after and before)
-    return lists | {"windows": [layer.window for layer in config.layers]}
+    return lists | {"windows": tuple(layer.window for layer in config.layers)}
 
 
 def model_name(path: str | Path, layers: int | None = None) -> str:
@@ -290,7 +270,7 @@ def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
         if isinstance(raw.get(key), list | str):
             raw[key] = raw[key][:number]
     if "mlp_only_layers" in raw:
-        raw["mlp_only_layers"] = [i for i in list_layers(config)["dense_layers"] if i < number]
+        raw["mlp_only_layers"] = [i for i in range(number) if config.layers[i].mlp == "dense"]
     raw |= dict.fromkeys([key for key in LAYER_KEYS if key in raw] or LAYER_KEYS[:1], number)
     short = parse_config(raw, config.path, config.vocab_multiple)
     if short.num_hidden_layers != number:  # the family has a list of them, and the file does not
@@ -298,29 +278,54 @@ def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
             f"--layers {number}: {config.path} does not list its layers; add the list"
         )
     name = model_name(config.path, number)
-    return dataclasses.replace(short, name=name, first_layers=number)
+    unknown = config.unknown_keys
+    return dataclasses.replace(short, name=name, first_layers=number, unknown_keys=unknown)
+
+
+def text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The text_config of a model of text and images, where its family is known, and the keys beside it.
+
+    As in transformers, the whole file says whether embeddings are tied, if it says so.
+    """
+    text, tied = raw.get("text_config"), "tie_word_embeddings"
+    if not isinstance(text, dict) or str(raw.get("model_type")) in FAMILIES:
+        return raw, []
+    if str(text.get("model_type")) not in FAMILIES:
+        return raw, []
+    keys = Keys({key: value for key, value in raw.items() if key not in text}, "")
+    keys.used |= {"model_type", "text_config", tied}
+    return text | {key: raw[key] for key in (tied,) if key in raw}, [*keys.unknown()]
+
+
+def describe_keys_without_effect(config: ModelConfig) -> str | None:
+    """What a run says about the keys of its config file that have no effect; None if there are none."""
+    by_reason: dict[str, list[str]] = {}
+    for key in config.unknown_keys:
+        is_beside = "." not in key and key not in config.raw
+        reason = "left out: only text is trained" if is_beside else "unknown"
+        reason = config_keys.WITHOUT_EFFECT.get(key.split(".")[-1], reason)
+        by_reason.setdefault(reason, []).append(key)
+    named = [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
+    return f"{config.path}: keys without effect: {'; '.join(named)}" if named else None
 
 
 def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
     path = Path(path)
-    keys = Reader(raw, str(path))
+    raw, beside = text_part(raw)
     if "arch_name" in raw and "model_type" not in raw:
-        raw = from_first_dialect(keys)
-        keys = Reader(raw, str(path))
+        raw = from_first_dialect(raw, str(path))
+    keys = Keys(raw, str(path))
     if (reason := NOT_IMPLEMENTED.get(str(raw.get("model_type")))) is not None:
         why = f"{reason} are not implemented; there are {', '.join(FAMILIES)}"
         raise keys.error("model_type", why)
-    model_type = keys.choice("model_type", tuple(FAMILIES))
-    fields = FAMILIES[model_type].read(keys)
-    if model_type in MTP_FAMILIES:
-        further = [keys.integer(key, 0, minimum=0, null=True) or 0 for key in MTP_KEYS]
-        given = any(key in raw for key in MTP_KEYS)
-        fields["mtp_layers"] = max(further) if given else MTP_FAMILIES[model_type]
-    keys.refuse_unsupported()
+    model_type = keys.choice("model_type", FAMILIES)
+    reader = Reader(raw, str(path), FAMILIES[model_type])
+    fields = reader.read()
+    reader.refuse_unsupported()
     fields |= dict(name=model_name(path), path=str(path), model_type=model_type, raw=raw)
-    fields["layers"] = build_layers(fields)
-    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=keys.unknown())
+    unknown = (*beside, *reader.unknown(), *reader.inside)
+    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=unknown)
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "
@@ -330,7 +335,7 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
         key = "head_dim x partial_rotary_factor" if config.rotary_size else "head_dim"
         key = "qk_rope_head_dim" if config.latent else key
         raise ConfigError(f"{path}: {key} {config.rope_dim} is odd; rotary embeddings need pairs")
-    if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
+    if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         raise ConfigError(
             f"{path}: pad_token_id {config.pad_token_id} is outside vocab_size {config.vocab_size}"
         )

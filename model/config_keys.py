@@ -15,33 +15,36 @@ TE_ACTIVATIONS = dict(gelu_tanh=("gelu", "geglu"), relu=("relu", "reglu"), silu=
 IGNORED = frozenset(
     """
     architectures name_or_path transformers_version dtype torch_dtype return_dict use_return_dict
-    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss
-    chunk_size_feed_forward is_decoder cross_attention_hidden_size tie_encoder_decoder
-    finetuning_task id2label label2id num_labels problem_type task_specific_params tokenizer_class
-    prefix bos_token_id eos_token_id sep_token_id pad_token_id decoder_start_token_id use_cache
-    gradient_checkpointing xla_device attn_implementation experts_implementation pretraining_tp
-    keys_to_ignore_at_inference attribute_map base_model_tp_plan base_model_pp_plan
-    base_model_fsdp_plan distributed_config tie_last_hidden_states classifier_dropout
-    reorder_and_upcast_attn
-
-    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
-    diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size encoder_repetition_penalty bad_words_ids
-    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
-    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens epsilon_cutoff eta_cutoff num_assistant_tokens
-    num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind
-    target_lookbehind
-
+    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward
+    is_decoder cross_attention_hidden_size tie_encoder_decoder finetuning_task id2label label2id
+    num_labels problem_type task_specific_params tokenizer_class prefix bos_token_id eos_token_id
+    sep_token_id pad_token_id decoder_start_token_id use_cache gradient_checkpointing xla_device
+    attn_implementation experts_implementation pretraining_tp keys_to_ignore_at_inference attribute_map
+    base_model_tp_plan base_model_pp_plan base_model_fsdp_plan distributed_config tie_last_hidden_states
+    classifier_dropout reorder_and_upcast_attn max_length min_length max_new_tokens do_sample
+    early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    encoder_repetition_penalty bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens epsilon_cutoff eta_cutoff num_assistant_tokens
+    num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
     max_window_layers n_ctx n_special predict_special_tokens output_past original_max_position_embeddings
-
     unsloth_fixed unsloth_version is_llama_config transformers.js_config max_sequence_length
     aux_loss_alpha seq_aux ep_size experts_per_token initial_context_length base_model_ep_plan
-    output_router_logits
-
-    model_max_length tokenizer_model_max_length tokenizer_padding_side task_names license
+    output_router_logits model_max_length tokenizer_model_max_length tokenizer_padding_side task_names
+    license
     """.split()
 )
+
+# Keys that a run names in a remark: what a file means by them is not done, or is done anyway.
+QUANTISED = "the weights are not quantised"
+WITHOUT_EFFECT = dict.fromkeys(
+    ("quantization_config", "quantization", "compression_config"), QUANTISED
+)
+WITHOUT_EFFECT |= dict(
+    auto_map="no code of the Hub is run", attn_factor="transformers does not read it"
+)
+WITHOUT_EFFECT |= dict(finetuned="positions are stretched in any case")
 
 # Keys that change the computation unless they are null, false, 0, empty or, for factors, 1.
 FACTORS = """
@@ -51,20 +54,19 @@ FACTORS = """
 UNSUPPORTED = frozenset(
     """
     use_bidirectional_attention is_encoder_decoder add_cross_attention prefix_lm per_layer_config
-    pruned_heads quantization_config quantization compression_config transformers_weights
-    configuration_files auto_map text_config vision_config dflash_config dual_chunk_attention_config
-    attn_logit_softcapping final_logit_softcapping softmax_scale query_pre_attn_scalar
-    attention_chunk_size sliding_window_pattern clip_qkv attention_multiplier scale_depth
-    dim_model_base scale_embedding mup_enabled rotary_dim rotary_emb_base rope_local_base_freq
-    rope_interleaved rope_interleave use_mrope alibi no_rope_layer_interval num_local_experts
-    num_experts n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts
+    pruned_heads transformers_weights configuration_files text_config vision_config dflash_config
+    dual_chunk_attention_config attn_logit_softcapping final_logit_softcapping softmax_scale
+    query_pre_attn_scalar attention_chunk_size sliding_window_pattern clip_qkv attention_multiplier
+    scale_depth dim_model_base scale_embedding mup_enabled rotary_dim rotary_emb_base rope_local_base_freq
+    rope_interleaved rope_interleave use_mrope alibi no_rope_layer_interval num_local_experts num_experts
+    n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts
     shared_expert_intermediate_size decoder_sparse_step mlp_only_layers mlp_layer_types
     first_k_dense_replace router_aux_loss_coef router_jitter_noise q_lora_rank kv_lora_rank
-    qk_rope_head_dim qk_nope_head_dim v_head_dim use_qk_norm qk_norm qk_layernorm
-    attention_sink_bias parallel_attn use_parallel_residual multi_query bias use_bias qkv_bias
-    use_qkv_bias attention_bias mlp_bias swiglu_limit hidden_dropout resid_pdrop embd_pdrop
-    attn_pdrop residual_dropout layerdrop norm_type hidden_activation num_mtp_layers
-    num_nextn_predict_layers sliding_window layer_types use_sliding_window no_rope_layers rope_theta
-    rope_scaling rope_parameters head_dim num_key_value_heads intermediate_size
+    qk_rope_head_dim qk_nope_head_dim v_head_dim use_qk_norm qk_norm qk_layernorm attention_sink_bias
+    parallel_attn use_parallel_residual multi_query bias use_bias qkv_bias use_qkv_bias attention_bias
+    mlp_bias swiglu_limit hidden_dropout resid_pdrop embd_pdrop attn_pdrop residual_dropout layerdrop
+    norm_type hidden_activation num_mtp_layers num_nextn_predict_layers sliding_window layer_types
+    use_sliding_window no_rope_layers rope_theta rope_scaling rope_parameters head_dim num_key_value_heads
+    intermediate_size
     """.split()
 ).union(FACTORS)

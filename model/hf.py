@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
+from llm_train_bench.model.config_keys import WITHOUT_EFFECT
 from llm_train_bench.model.families import FAMILIES, MTP_KEYS
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
@@ -76,10 +77,7 @@ def to_hf(weight: Weight, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         part = part.transpose(-1, -2) if hf.transposed else part
         if weight.module == "attn.conv" and part.ndim == 2:
             part = part.unsqueeze(1)
-        if "{}" not in hf.name:
-            yield hf.name, part.contiguous()
-            continue
-        for number, expert in enumerate(part):
+        for number, expert in enumerate(part) if hf.each_expert else [(0, part)]:
             yield hf.name.format(number), expert.contiguous()
 
 
@@ -87,11 +85,9 @@ def from_hf(weight: Weight, tensors: list[Tensor]) -> Tensor:
     """The inverse of `to_hf`, without padding rows."""
     dimension, left, parts = 1 if weight.of_experts else 0, iter(tensors), []
     for hf in weight.hf:
-        part = (
-            next(left)
-            if "{}" not in hf.name
-            else torch.stack([next(left) for _ in range(weight.shape[0])])
-        )
+        count = weight.shape[0] if hf.each_expert else 1
+        own = [next(left) for _ in range(count)]
+        part = torch.stack(own) if hf.each_expert else own[0]
         part = part.transpose(-1, -2) if hf.transposed else part
         parts.append(part.squeeze(1) if weight.module == "attn.conv" and part.ndim == 3 else part)
     order = torch.cat(tensor_rows(weight)).argsort()
@@ -266,5 +262,6 @@ def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         settings = dict(architectures=[ARCHITECTURES[config.model_type]], dtype=dtype)
         settings |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}  # the file has no modules
-        settings = config.raw | settings
+        kept = {key: v for key, v in config.raw.items() if key not in WITHOUT_EFFECT}
+        settings = kept | settings
     (directory / f"{prefix}config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -3,6 +3,7 @@
 import errno
 import json
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +55,18 @@ def shipped_config(name: str) -> str:
 def parse_json(text: str | bytes) -> Any:
     """JSON from any source; ValueError for anything else, and for JSON that is nested too deeply."""
     try:
-        return _shallow(json.loads(text), DEEPEST)
+        value = json.loads(text)
+        if _depth(value) <= DEEPEST:
+            return value
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        pass
+    raise ValueError("nested too deeply")
 
 
-def _shallow(value: Any, levels: int) -> Any:
-    """The value; RecursionError where it has more levels."""
-    if not levels:
-        raise RecursionError
-    inner = value.values() if isinstance(value, dict) else value
-    for each in inner if isinstance(value, dict | list) else ():
-        _shallow(each, levels - 1)
-    return value
+def _depth(value: Any) -> int:
+    """Levels of a JSON value; 1 for a number or a text."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def is_directory(path: str | Path) -> bool:
@@ -100,11 +100,15 @@ class Keys:
             raise self.error(key, "missing; the model's shape needs it")
         return default
 
-    def choice(self, key: str, allowed: tuple[str, ...], default: Any = ...) -> str:
+    def check(self, holds: Any, key: str, reason: str) -> None:
+        """Raise an error about a key unless the condition holds."""
+        if not holds:
+            raise self.error(key, reason)
+
+    def choice(self, key: str, allowed: Iterable[str], default: Any = ...) -> str:
         """One of the allowed texts; any other is an error, as in the methods below."""
         value = self.get(key, default)
-        if value not in allowed:
-            raise self.error(key, f"not implemented; there are {', '.join(allowed)}")
+        self.check(value in [*allowed], key, f"not implemented; there are {', '.join(allowed)}")
         return value
 
     def integer(self, key: str, default: Any = ..., minimum: int = 1, null: bool = False) -> Any:
@@ -116,55 +120,43 @@ class Keys:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, f"must be a whole number, found {kind_of(value)}")
-        if not minimum <= value < (2**31 if "layer" not in key else 2**12):
-            limit = f"must be at least {minimum}" if value < minimum else "is absurdly large"
-            raise self.error(key, limit)
+        self.check(value >= minimum, key, f"must be at least {minimum}")
+        self.check(value < (2**31 if "layer" not in key else 2**12), key, "is absurdly large")
         return value
 
-    def number(self, key: str, default: Any = ...) -> float:
-        """A finite number above 0; null means the default, where there is one."""
+    def number(self, key: str, default: Any = ..., null: bool = True) -> float:
+        """A finite number above 0; null means the default, where there is one and `null` is allowed."""
         value = self.get(key, default)
-        if value is None and default is not ...:
-            return float(default)
+        value = default if value is None and null and default is not ... else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, f"must be a number, found {kind_of(value)}")
-        if not 1e-300 < value < 1e300:
-            raise self.error(key, "is absurdly large" if value > 1 else "must be well above 0")
+        why = "is absurdly large" if value > 1 else "must be well above 0"
+        self.check(1e-300 < value < 1e300, key, why)
         return float(value)
 
     def fraction(self, key: str, default: float, below: float = 1, to: str = "to below 1") -> float:
         """A number from 0 to below 1, such as a dropout rate; null is none."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
-            raise self.error(key, f"must be a number from 0 {to}")
+        fits = type(value) in (int, float) and 0 <= value < below
+        self.check(fits, key, f"must be a number from 0 {to}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false."""
         value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, found {kind_of(value)}")
+        self.check(isinstance(value, bool), key, f"must be true or false, found {kind_of(value)}")
         return value
 
     def only(self, key: str, neutral: Any) -> Any:
         """The only value that is implemented."""
         value = self.get(key, neutral)
-        if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
-            raise self.error(key, f"only {json.dumps(neutral)} is implemented")
+        same = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        self.check(same, key, f"only {json.dumps(neutral)} is implemented")
         return neutral
 
     def activation(self, key: str, default: str) -> str:
         """Our name of an activation function that is implemented."""
-        return config_keys.ACTIVATIONS[self.choice(key, tuple(config_keys.ACTIVATIONS), default)]
-
-    def divide(self, hidden: int, heads: int) -> int:
-        """The size of a head, where the config does not give it."""
-        if hidden % heads:
-            raise ConfigError(
-                f"{self.where}: hidden size {hidden} does not divide into {heads} attention heads; "
-                "change one of them or give head_dim"
-            )
-        return hidden // heads
+        return config_keys.ACTIVATIONS[self.choice(key, config_keys.ACTIVATIONS, default)]
 
     def leftover(self) -> list[str]:
         """Keys that nobody asked for."""
@@ -183,8 +175,9 @@ class Keys:
             self.used.add(key)
 
     def unknown(self) -> tuple[str, ...]:
-        """Keys that are neither used nor known as irrelevant."""
-        left = [key for key in self.leftover() if key not in config_keys.IGNORED]
+        """Keys that have no effect, and are not known as irrelevant."""
+        left = {key: self.raw[key] for key in self.leftover() if key not in config_keys.IGNORED}
+        left = {k: v for k, v in left.items() if v or k not in config_keys.WITHOUT_EFFECT}
         return tuple(key for key in left if not key.startswith(("_", "summary_")))
 
 

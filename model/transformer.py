@@ -114,9 +114,10 @@ class Transformer(HasWeights):
     """A GPT-2 or Llama-family language model, its parameters not yet initialised.
 
     Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
-    it storage and values. `seq_len` bounds the positions of a forward pass. `balanced` deals experts
-    out in turn in place of choosing them. `layers` are those of one stage of a pipeline: it has
-    the embedding with the first layer, norm and head with the last, a tied head's weight at both ends.
+    it storage and values. `seq_len` bounds the positions of a forward pass. Attention runs in `kernel`.
+    `balanced` deals experts out in turn in place of choosing them. `layers` are those of one stage of a
+    pipeline: it has the embedding with the first layer, norm and head with the last, a tied head's weight
+    at both ends.
     """
 
     embed: Embedding
@@ -183,7 +184,7 @@ class Transformer(HasWeights):
         """
         layout, x = self.layout, tokens
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
-        places = layout.places(T, x.device, documents)
+        places = layout.places(T, x.device)
         own, positions, starts = places.own, places.gathered, None
         if documents is not None:
             inside, starts = documents.places(x.device), documents.starts

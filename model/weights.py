@@ -329,28 +329,29 @@ def adapters(config: ModelConfig, targets: frozenset[str], rank: int) -> list[Ad
         chosen = [hf for hf in frozen.hf if targets & {"all", hf.layer}]
         if not chosen:
             continue
-        segments = tuple(hf.segments for hf in chosen)
+        segments, inputs = tuple(hf.segments for hf in chosen), frozen.shape[1]
         rows = tuple(sum(frozen.segments[i] for i in each) for each in segments)
-        names = [f"base_model.model.{hf.name.removesuffix('weight')}lora" for hf in chosen]
-        down, up = (
-            Weight(
-                frozen.layer,
-                frozen.module,
-                kind,
-                (sum(sizes), width),
-                init,
-                tuple(HfTensor(f"{name}{end}.weight", (i,)) for i, name in enumerate(names)),
-                segments=sizes,
-            )
-            for kind, end, sizes, width, init in (
-                # As torch.nn.Linear's, and peft's.
-                ("lora_a", "_A", (rank,) * len(chosen), frozen.shape[1],
-                 Normal((3 * frozen.shape[1]) ** -0.5)),
-                ("lora_b", "_B", rows, rank, ZEROS),
-            )
-        )  # fmt: skip
+        first = Normal((3 * inputs) ** -0.5)  # as torch.nn.Linear's, and peft's
+        down = _adapter_row(frozen, chosen, "lora_a", (rank,) * len(chosen), inputs, first)
+        up = _adapter_row(frozen, chosen, "lora_b", rows, rank, ZEROS)
         found.append(Adapter(frozen, segments, down, up))
     return found
+
+
+def _adapter_row(
+    frozen: Weight,
+    chosen: list[HfTensor],
+    kind: str,
+    sizes: tuple[int, ...],
+    width: int,
+    init: Normal | Ramp,
+) -> Weight:
+    """A parameter of the adapters of some tensors, with so many rows for each."""
+    end = f"lora_{kind[-1].upper()}.weight"
+    names = (f"base_model.model.{hf.name.removesuffix('weight')}{end}" for hf in chosen)
+    files = tuple(HfTensor(name, (i,)) for i, name in enumerate(names))
+    place = (frozen.layer, frozen.module, kind, (sum(sizes), width))
+    return Weight(*place, init, files, segments=sizes)
 
 
 @dataclasses.dataclass(frozen=True)

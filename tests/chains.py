@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint import durable
-from llm_train_bench.run.checkpoint.lineage import attempts, place_of
+from llm_train_bench.run.checkpoint.lineage import attempts
 from llm_train_bench.run.checkpoint.manifest import committed, step_of
 from tests import faults
-from tests.helpers import free_port
+from tests.helpers import free_port, records_of
 from tests.processes import TORCHRUN, Started, signal_all, wait_until
 
 STEPS, EVERY = 160, 20
@@ -129,8 +127,10 @@ class Watch(threading.Thread):
             for run in attempts(*self.where):
                 if run.name in self.starts or not (run / "result.json").exists():
                     continue
-                place = place_of(*self.where)
-                saved = committed(place) if place else []  # it takes longer to save its own first
+                out, name = self.where
+                saved = committed(
+                    out / name / "checkpoints"
+                )  # it takes longer to save its own first
                 begin = saved[-1] if saved else self.given
                 newest_step = step_of(begin) if begin else 0
                 with contextlib.suppress(ValueError, OSError):
@@ -234,7 +234,7 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
         assert not watch.wrong, watch.wrong
         expected = sorted(faults.losses_of(reference.parent, reference.name))
         expected = [x for x in expected if x[0] >= (step_of(given) if given else 0)]
-        (record,) = read_records([str(out)], print, LogFacts())
+        (record,) = records_of(out)
         assert record.losses == expected, {*record.losses} ^ {*expected}
         check_causes(out, name, kind)
         faults.check_like(reference, out, name)

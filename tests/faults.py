@@ -36,12 +36,12 @@ from llm_train_bench.apply import precision
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.model.layout import ALONE as ALONE_HERE
 from llm_train_bench.model.stored import DTYPES, read_block
-from llm_train_bench.model.weights import Shard
+from llm_train_bench.model.weights import Normal, Shard, Weight
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks
 from llm_train_bench.results.schema import Lineage, Metrics
 from llm_train_bench.run.checkpoint import manifest, saver
 from llm_train_bench.run.checkpoint.durable import Files
-from llm_train_bench.run.checkpoint.lineage import Attempt, Lease, attempts, open_place, place_of
+from llm_train_bench.run.checkpoint.lineage import Attempt, attempts, open_place, take_lock
 from llm_train_bench.run.checkpoint.manifest import committed, newest, read_manifest, verify
 from llm_train_bench.run.launch import train_planned
 from llm_train_bench.settings.plan import Plan
@@ -161,7 +161,8 @@ class OneRun:
     def __init__(self, directory: Path, files: Files):
         plan = one_rank_plan()
         self.parameter = torch.nn.Parameter(torch.zeros(6, 4))
-        weights = lambda: [("w", self.parameter)]  # noqa: E731
+        weight = Weight(None, "w", "weight", (6, 4), Normal(1.0), ())
+        weights = lambda: [(weight, self.parameter)]  # noqa: E731
         model = types.SimpleNamespace(weights=weights, config=None, layout=ALONE_HERE)
         optimizer = torch.optim.SGD([self.parameter], momentum=0.9)
         optimizer.state[self.parameter]["momentum_buffer"] = torch.zeros(6, 4)
@@ -169,9 +170,9 @@ class OneRun:
         result = types.SimpleNamespace(run_name="r", linear="plain", **facts)
         result.remark = result.remarks.append
         (directory / "steps.jsonl").touch()
-        place = (directory / "checkpoints").resolve()
-        line = Lineage(id="one", name="r", attempt=0, began=0.0, started=0.0)
-        attempt = Attempt(line, directory, place, True, newest(place, []), lease=Lease(place))
+        line = Lineage(id="one", name=directory.name, attempt=0, began=0.0, started=0.0)
+        attempt = Attempt(line, directory, saves=True)
+        attempt.lock, attempt.checkpoint = take_lock(attempt.place), newest(attempt.place, [])
         attempt.manifest = attempt.checkpoint and read_manifest(attempt.checkpoint)
         open_place(attempt)
         run = types.SimpleNamespace(
@@ -199,7 +200,7 @@ class OneRun:
     def end(self) -> None:
         """As the kernel does when a process ends."""
         self.run.steps.close()
-        self.run.attempt.lease.release()
+        self.run.attempt.lock.close()
 
 
 class Inline(threading.Thread):
@@ -247,15 +248,16 @@ def states(count: int = 0) -> str:
             checkpoint = last_of(here / "checkpoints")
             step, state = verify(checkpoint).step, whole_state(checkpoint)
             assert step in (15, 20), (step, files.calls)
-            assert (state["p/w"] == step).all() and state["momentum_buffer/w"].shape == (6, 4)
+            assert (state["p/w.weight"] == step).all()
+            assert state["momentum_buffer/w.weight"].shape == (6, 4)
             # The next run cleans up, saves, and has at most the two that are kept.
             run = OneRun(here, Files())
             run.save(25)
             run.end()
             left = sorted(p.name for p in (here / "checkpoints").iterdir())
             left = [name for name in left if not name.startswith("damaged-step-00000020-")]
-            assert left[:2] == ["lineage.json", "lineage.lock"] and len(left) <= 4, left
-            assert all(x.startswith("step-") for x in left[2:]), left
+            assert left[0] == "lineage.lock" and len(left) <= 3, left
+            assert all(x.startswith("step-") for x in left[1:]), left
             assert left[-1] == "step-00000025", left
             n += 1
     return f"{n} crash states"
@@ -364,8 +366,7 @@ def losses_of(out: Path, name: str) -> Iterator[tuple[int, float]]:
 
 def check_like(reference: Path, out: Path, name: str, tolerance=0.0) -> None:
     """A run in pieces has ended as the undisturbed one: state, losses, and nothing left behind."""
-    place = place_of(out, name)
-    assert place
+    place = out / name / "checkpoints"
     pair = [last_of(at) for at in (place, reference / "checkpoints")]
     assert pair[0].name == pair[1].name
     assert_equal(*map(whole_state, pair), atol=tolerance)

@@ -36,9 +36,7 @@ from llm_train_bench.base import hardware
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.check import findings
-from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.read_results import records_of_file
-from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.hf import _index
 from llm_train_bench.run.checkpoint import manifest
@@ -49,7 +47,7 @@ from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import make_cells
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
-from tests.helpers import ROOT
+from tests.helpers import ROOT, records_of
 
 CODES = (0, 1, 2, 4, 5)
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -200,11 +198,7 @@ def read_checkpoint(path: Path) -> None:
 def read_steps(path: Path) -> None:
     shutil.copy(PLAIN, path.parent / "result.json")
     path.rename(path.with_name("steps.jsonl"))
-    read_foreign(path.parent / "result.json")
-
-
-def read_foreign(path: Path) -> None:
-    read_records([str(path)], print, LogFacts())
+    records_of(path.parent / "result.json")
 
 
 def read_run_file(path: Path) -> None:
@@ -266,12 +260,6 @@ def compares(path: Path) -> bool:
     return run(path, compare.main, ["@", *flags], ["@", PLAIN, *flags, *identical])
 
 
-def compares_sweep(path: Path) -> bool:
-    shutil.copytree(PLAIN.parent, path.parent / "runs/plain")
-    path.rename(path.with_name("sweep.json"))
-    return run(path, compare.main, [path.parent, "--output-dir", "@out"])
-
-
 def gates(path: Path, baselines: Path = ROOT / "tests/sample/baselines.json") -> bool:
     result = path if baselines != path else PLAIN
     judge = [result, "--baseline", baselines, "--output-dir", "@out"]
@@ -284,21 +272,20 @@ def reports_trace(path: Path) -> bool:
     return run(path, trace_report.main, ["@"], ["@", "--json"], ["@", whole], [whole, "@"])
 
 
-def reports_ranks(path: Path) -> bool:
-    ranks = path.parent / "ranks"
-    ranks.mkdir()
-    path.rename(ranks / f"rank1{path.name.removeprefix('spoilt')}")
-    (ranks / "rank0.json").write_bytes((FUZZED / "trace.json").read_bytes())
-    return run(path, trace_report.main, [ranks], [ranks, "--json"])
+def placed(name: str, beside: dict[str, Path], main: Callable, *ways: Sequence):
+    """What reads a file of this name, beside copies of others, as `run` does; @dir is where all lie."""
 
+    def read(path: Path) -> bool:
+        here = path.parent
+        for place in (name, *beside):
+            (here / place).parent.mkdir(parents=True, exist_ok=True)
+        path.rename(here / name)
+        for place, source in beside.items():
+            shutil.copy(source, here / place)
+        argv = ([str(word).replace("@dir", str(here)) for word in way] for way in ways)
+        return run(path, main, *argv)
 
-def reports_run(path: Path) -> bool:
-    """A trace in the directory of a run, whose result knows its matmuls."""
-    path.rename(path.with_name("result.json"))
-    trace = path.parent / "trace/rank0.json"
-    trace.parent.mkdir()
-    trace.write_bytes((FUZZED / "trace.json").read_bytes())
-    return run(path, trace_report.main, [trace], [trace, "--json"])
+    return read
 
 
 def sweeps_rows(path: Path) -> bool:
@@ -328,7 +315,7 @@ def examines(path: Path) -> bool:
 
 PLAIN, TRACES = ROOT / "tests/sample/plain/result.json", ROOT / "tests/traces"
 TINY = ROOT / "configs/gpt2-tiny.json"
-FUZZED = ROOT / "tests/fuzzed"
+FUZZED, RANK0 = ROOT / "tests/fuzzed", "@dir/trace/rank0.json"
 Kind = tuple[str, list[bytes], Callable[[Path], object]]
 
 
@@ -382,7 +369,7 @@ def kinds() -> dict[str, Kind]:
         "table": (".csv", texts("tests/logs/lightning.csv")),
         "lines": (".jsonl", lines),
     }
-    return {name: (*files, read_foreign) for name, files in foreign.items()} | {
+    return {name: (*files, records_of) for name, files in foreign.items()} | {
         **{f"compare:{name}": (*files, compares) for name, files in foreign.items()},
         "config": (".json", configs, load_config),
         "tokens": (".bin", [tokens], open_tokens),
@@ -400,7 +387,9 @@ def kinds() -> dict[str, Kind]:
         "tokenizer": (".json", texts("tests/fuzzed/tokenizer.json"),
                       lambda path: prepare_data.load_encoder(str(path))[0]("a b")),
         "manifest": (".json", [content.encode()], read_checkpoint),
-        "compare:sweep": (".json", texts("tests/fuzzed/sweep.json"), compares_sweep),
+        "compare:sweep": (".json", texts("tests/fuzzed/sweep.json"),
+                          placed("sweep.json", {"runs/plain/result.json": PLAIN}, compare.main,
+                                 ["@dir", "--output-dir", "@out"])),
         "compare:prices": (".yaml", experiments[:1],
                            tool(compare.main, PLAIN, "--experiment", "@", "--output-dir", "@out")),
         "gate:result": (".json", results, gates),
@@ -408,8 +397,12 @@ def kinds() -> dict[str, Kind]:
         "trace:file": (".json", traces, reports_trace),
         "trace:gz": (".json.gz", gz[:2], reports_trace),
         "trace:ranks": (".json.gz", [gz[0], _small(TRACES / "cuda_h100_training_rank1.json.gz")],
-                        reports_ranks),
-        "trace:run": (".json", texts("tests/sample/profiled/result.json"), reports_run),
+                        placed("ranks/rank1.json.gz", {"ranks/rank0.json": FUZZED / "trace.json"},
+                               trace_report.main, ["@dir/ranks"], ["@dir/ranks", "--json"])),
+        "trace:run": (".json", texts("tests/sample/profiled/result.json"),
+                      # A trace in the directory of a run, whose result knows its matmuls.
+                      placed("result.json", {"trace/rank0.json": FUZZED / "trace.json"},
+                             trace_report.main, [RANK0], [RANK0, "--json"])),
         "sweep:rows": (".jsonl", ["\n".join(map(json.dumps, measured)).encode()], sweeps_rows),
         "sweep:experiment": (".yaml", experiments, plans_sweep),
         "estimate:config": (".json", configs, tool(estimate.main, "@", *on_h100)),

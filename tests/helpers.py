@@ -17,6 +17,8 @@ from unittest import mock
 
 import torch
 
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.model.attention_kernel import AttentionKernel
 from llm_train_bench.model.config import ModelConfig, parse_config
 from llm_train_bench.model.init import materialize
@@ -154,6 +156,11 @@ def trained(output_dir: Path, *parts) -> dict:
     return only_result(output_dir)
 
 
+def records_of(*paths, facts: LogFacts | None = None) -> list[Record]:
+    """The runs that compare.py reads in these files and directories."""
+    return read_records(map(str, paths), print, facts or LogFacts())
+
+
 def read_steps(output_dir: Path) -> list[dict]:
     (path,) = output_dir.glob("*/steps.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -196,6 +203,11 @@ def rows_of(name: str) -> list[str]:
     """The lines of a file of tests/results."""
     rows = (ROOT / "tests/results" / name).read_text().splitlines()
     return [row for row in rows if not row.startswith("#")]
+
+
+def answers(name: str) -> list[list[str]]:
+    """The rows of a file of tests/results: what is given, and what follows from it."""
+    return [row.split(" -> ") for row in rows_of(name)]
 
 
 def cases(section: str) -> list[list[str]]:

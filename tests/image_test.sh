@@ -64,10 +64,9 @@ container=$(buildah from llm-train-bench:cpu)
 trap 'buildah rm "$container" >/dev/null' EXIT
 inside bash -c 'python3 prepare_data.py --stdlib --output-dir /home/bench/data &&
   python3 train.py configs/llama-tiny.json --data /home/bench/data/train.bin --val-data /home/bench/data/val.bin --amp off \
-    --n-steps 30 --bsz 8 --seq-len 256 --lr 2e-3 --sample 80 --run-name demo'
+    --n-steps 30 --bsz 8 --seq-len 256 --lr 2e-3 --run-name demo'
 inside python3 train_ddp.py configs/gpt2-tiny.json --bsz 2 --seq-len 64 --n-steps 5 --warmup-steps 2 --run-name ddp
 inside python3 train.py configs/gpt2-tiny.json --bsz 2 --seq-len 64 --n-steps 5 --warmup-steps 3 --pt-compile --run-name compiled
-inside python3 doctor.py || true # no GPU here: it says so
 inside bash -c 'python3 compare.py runs && python3 -c "
 import json
 e = json.load(open(\"runs/demo/result.json\"))
@@ -75,8 +74,7 @@ assert e[\"status\"] == \"ok\" and e[\"environment\"][\"git_sha\"], e[\"environm
 buildah inspect --type image llm-train-bench:cpu | python3 -c '
 import json, sys
 config = json.load(sys.stdin)["OCIv1"]["config"]
-labels = {name.removeprefix("org.opencontainers.image.") for name in config["Labels"]}
-assert {"title", "description", "revision", "base.name"} <= labels and config["User"] == "1000:1000", config'
+assert config["User"] == "1000:1000", config'
 buildah run "${volumes[@]}" --user 0:0 "$container" -- python3 -m pip install -q pytest pytest-xdist hypothesis >/dev/null
 inside python3 -m pytest -q -p no:cacheprovider -n 2 tests/test_data.py tests/test_loss.py tests/test_statistics.py tests/test_hardware.py tests/test_precision.py
 

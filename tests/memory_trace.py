@@ -74,7 +74,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
                 F, "rms_norm", lambda x, shape, weight, eps: _FusedRmsNorm.apply(x, weight)
             ),
             mock.patch.object(Transformer, "rows_of", lambda model, ids: model.embed(ids)),
-            mock.patch.object(F, "scaled_dot_product_attention", _attention_as_on_gpu),
+            mock.patch.object(F, "scaled_dot_product_attention", _attention),
             mock.patch.multiple(torch.Tensor, **_HOOKS),
         ):
             return _track(model, work, optimizer)
@@ -172,7 +172,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The same for heads of other sizes in values than in keys: a CPU would keep all scores."""
+    """The same: a CPU would keep all scores where heads have other sizes in values than in keys."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -187,12 +187,7 @@ class _FusedAttention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-_attention = F.scaled_dot_product_attention
-
-
-def _attention_as_on_gpu(q, k, v, **options):
-    if q.shape[-1] == v.shape[-1]:
-        return _attention(q, k, v, **options)
+def _attention(q, k, v, **options):
     return _FusedAttention.apply(q, k, v)
 
 

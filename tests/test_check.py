@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -19,11 +18,9 @@ from llm_train_bench.check import findings, machine_check, node_survey, probe, r
 from llm_train_bench.check.machine_check import check_machine, reached_by_others
 from llm_train_bench.check.references import Reached, Reference, judge_machine
 from llm_train_bench.check.workloads import workload_of
-from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
-from tests.helpers import ROOT, cases, changed, read_steps, trained, words
+from tests.helpers import ROOT, cases, changed, read_steps, records_of, result_of, trained, words
 
 RUNS = ROOT / "benchmarks/results/h200-20261127"
 CPU = torch.device("cpu")
@@ -147,7 +144,7 @@ def test_references_measured_before_published_before_estimated(tmp_path):
 def test_the_table_of_results_is_a_reference(tmp_path):
     ours = ROOT / "results/h200-sxm/llm-train-bench"
     shutil.copytree(ours, tmp_path / "h200-sxm/ann")  # others may add results of their own
-    reached = functools.partial(reached_by_others, read_records([str(tmp_path)], print, LogFacts()))
+    reached = functools.partial(reached_by_others, records_of(tmp_path))
     w = workloads.workload_named("gpt2-125m-bf16")
     assert reached(w, "H200 SXM", 1) == [pytest.approx(548_539.7)]
     assert reached(w, "H200 SXM", 8) == reached(w, "H100 SXM", 1) == []
@@ -162,7 +159,7 @@ def test_wrong_numbers_are_below_whatever_the_speed(tmp_path):
 
 def of_run(changes=""):
     """Findings in a made-up run of an H200."""
-    content = json.loads((RUNS / "gpt2-125m-bf16/result.json").read_text())
+    content = result_of(RUNS / "gpt2-125m-bf16")
     result = Result.model_validate(changed(content, changes))
     result.judge()
     return [f"{f.what}: {f.found} -> {f.advice}" for f in findings.of_remarks(result.remarks, "r")]
@@ -352,26 +349,6 @@ def test_the_slow_node_or_link_is_named(n, fault, victims, per_node, failed, tmp
     assert all(map(str.startswith, lines, failed)), lines
     units = n // per_node if per_node else n
     assert len(told["units"]) == units and len(told["links"]) == units * (units - 1) // 2
-
-
-def test_a_survey_is_judged_by_the_others():
-    """Made-up rates: one slow node, one slow link, a slow sender; two nodes have no third to tell."""
-
-    def judged(rates, pairs):
-        units = [node_survey.Unit(f"n{i}", [i], rate) for i, rate in enumerate(rates)]
-        links = [node_survey.Link(pair, rate) for pair, rate in pairs.items()]
-        s = node_survey.Survey("x", units, links, [])
-        node_survey.judge_survey(s)
-        return machine_check.failures_of(s.as_json())
-
-    links = dict.fromkeys(itertools.combinations(range(4), 2), 10.0)
-    assert judged([5, 5, 5, 5], links) == []
-    assert judged([5, 5, 3, 5], links) == ["n2: computes at 60% of the median"]
-    assert judged([5] * 4, links | {(0, 3): 4.0}) == ["the link between n0 and n3 is slow"]
-    slow = {pair: 3.0 for pair in links if 1 in pair}
-    assert judged([5] * 4, links | slow) == ["n1: sends at 30% of the others' rate"]
-    assert judged([5, 4.9], {(0, 1): 1.0}) == []
-    assert not math.isnan(judged([5, 2], {(0, 1): 1.0})[0].count("n1"))
 
 
 def test_a_survey_that_fails_is_one_line(monkeypatch):

@@ -18,13 +18,11 @@ import compare
 import estimate
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.compare import gate, report
-from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.ratios import Prices
 from llm_train_bench.compare.ratios import compare as compare_records
-from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.setting import identity, repeats
 from tests import fuzz
-from tests.helpers import ROOT, cases, changed, run_train, words
+from tests.helpers import ROOT, cases, changed, records_of, result_of, run_train, words
 
 LOGS = ROOT / "tests/logs"
 SAME = {"args__bucket_cap_mb": 25.0}  # runs_of() gives each name its own
@@ -57,7 +55,7 @@ def run_of(result, tmp_path):
     def make(place, speed=1.0, noise=0.01, text="", **changes) -> Path:
         run = tmp_path / place
         shutil.copytree(result, run)
-        content = json.loads((run / "result.json").read_text())
+        content = result_of(run)
         rng = np.random.default_rng(zlib.crc32(run.name.encode()))
         times = 0.1 / speed * (1 + noise * rng.standard_normal(40))
         times *= 0.1 / speed / times.mean()
@@ -89,10 +87,6 @@ def runs_of(run_of):
     return make
 
 
-def records_of(*paths, facts=None) -> list[Record]:
-    return read_records(map(str, paths), print, facts or LogFacts())
-
-
 def rows_of(*paths, tokens=None, prices=NONE, **options):
     records = records_of(*paths)
     return {r.record.label: r for r in compare_records(records, prices, tokens, **options)}
@@ -103,23 +97,13 @@ PLAIN = json.loads(fuzz.PLAIN.read_text())
 
 
 def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of):
-    """By the file's name without its platform; older names of curves; MFU from parameters."""
-    shape = {"num_parameters": 8e9, "num_layers": 32, "hidden_size": 4096}
-    content = changed(SUITE, raw_memory_values=[100.0, 118.0, 110.0])
-    content["training_config"] |= shape
-    del content["training_config"]["model"], content["memory_metrics"]
-    for key in ("step_times", "loss_values"):
-        content[f"raw_{key}"] = content.pop(key)
+    """By the file's name without its platform. Its figures are in tests/records/figures.txt."""
+    content = changed(SUITE, "training_config.model=absent")
     other = changed(content, gpu_info__device_name="NVIDIA H100 80GB HBM3")
     for name, each in (("rocm_llama", content), ("cuda_llama", other), ("cuda_qwen", other)):
         (tmp_path / f"benchmark_{name}.json").write_text(json.dumps(each))
     records = records_of(tmp_path)
     assert sorted(r.model for r in records) == ["llama", "llama", "qwen"]
-    amd = next(r for r in records if "rocm" in r.path)
-    assert len(amd.losses) == 3 and amd.memory_gib == pytest.approx(118e9 / 2**30)
-    flops = 6 * 8e9 + 12 * 32 * 4096 * 2048
-    assert amd.tflops_per_gpu == pytest.approx(flops * amd.tokens_per_sec_per_gpu / 1e12)
-    assert amd.mfu == pytest.approx(amd.tflops_per_gpu / 1307) and amd.flop_convention == "palm"
     rows = compare_records(records, NONE, None)
     assert sorted(r.group for r in rows) == ["llama T2048", "llama T2048", "qwen T2048"]
     for fact in ("benchmark_cuda_qwen:model=llama", "model=llama"):
@@ -171,15 +155,12 @@ def test_ratio_and_its_interval(runs_of):
     assert rows["c-0"].verdict == "faster"
 
 
-def test_one_or_two_runs_give_no_verdict(tmp_path, output_of, runs_of):
+def test_one_or_two_runs_give_no_verdict(runs_of):
     """Repeats are one row, whatever their speeds; without three runs nobody knows how runs differ."""
     paths = runs_of("a", spread=0.3, n=2) + runs_of("b", 3, n=1)
     rows = rows_of(*paths)
     assert [len(row.record.rates) for row in rows.values()] == [2, 1]
     assert rows["b-0"].verdict == "no verdict: 1 run" and rows["b-0"].ratio == pytest.approx(3)
-    output_of(compare.main, paths, "--output-dir", tmp_path / "out")
-    assert report_data(tmp_path / "out")["groups"][0]["verdicts"][0].startswith("No verdict")
-    assert len((tmp_path / "out/runs.csv").read_text().splitlines()) == 4  # every run stays
 
 
 def test_settings_are_named_by_what_differs(run_of):
@@ -220,14 +201,6 @@ def test_memory_that_cuda_graphs_hide_counts(mode, run_of):
     assert gate.figures_of([row.record]).memory_gib == memory[0]
 
 
-def test_settings_may_differ_unless_all_must_be_identical(runs_of):
-    paths = runs_of("a", args__bucket_cap_mb=25.0)
-    paths += runs_of("b", 1.5, args__pt_compile=True, batch__global_batch=4)
-    assert rows_of(*paths)["b-0"].verdict == "faster"
-    marks = " ".join(rows_of(*paths, identical=True)["b-0"].not_compared)
-    assert "global_batch 2 / 4" in marks and "pt_compile" in marks
-
-
 def test_cost_energy_and_days_by_hand(run_of):
     a = run_of("a", device__hardware="H100 SXM", metrics__tokens_per_joule=0.5)
     b = run_of("b", device__hardware="MI300X")
@@ -244,6 +217,10 @@ def test_cost_energy_and_days_by_hand(run_of):
     rows = rows_of(b, c)
     assert rows["b"].tokens_per_joule == pytest.approx(640 / 750)
     assert rows["c"].tokens_per_joule == pytest.approx(640 / 320)
+    # Electricity is a part of the cost: 2 J a token for `a`, at 0.2 US$ per kWh.
+    rows = rows_of(a, b, prices=Prices(prices.usd_per_hour, {}, usd_per_kwh=0.2))
+    both = 3.6 / 3600 / 640 * 1e12 + 0.2 * 2e12 / 3.6e6
+    assert rows["a"].usd_per_trillion == pytest.approx(both)
 
 
 NASTY = "\x1b]52;c;aGk=\x07x[/y]<script>|=cmd"
@@ -303,27 +280,19 @@ def test_an_impossible_figure_of_a_strangers_log_is_no_reference(tmp_path, capsy
 
 def test_all_files_are_written(tmp_path, output_of, runs_of):
     """What they hold of a few runs is in tests/records/compare.txt."""
-    paths = runs_of("a", **SAME) + runs_of("b<i>", 1.3, args__sac_freq="1/2<i>", **SAME)
-    out = tmp_path / "out"
-    argv = words(paths, LOGS / "primus.log", "--tokens 1e9 --output-dir", out)
-    printed = output_of(compare.main, argv)
+    paths, out = (
+        runs_of("a", **SAME) + runs_of("b", 1.3, args__sac_freq="1/2", **SAME),
+        tmp_path / "out",
+    )
+    output_of(compare.main, paths, LOGS / "primus.log", "--output-dir", out)
     names = "compare.csv compare.json report.html runs.csv"
     assert sorted(path.name for path in out.iterdir()) == names.split()
     with (out / "compare.csv").open() as f:
-        table = list(csv.DictReader(f))
-    assert [row["runs"] for row in table] == ["3", "3", "1"] and table[2]["setting"] == "primus"
-    assert table[1]["verdict"] == "faster" and float(table[1]["ratio"]) == pytest.approx(1.3)
-    assert 1.2 < float(table[1]["ratio_low"]) < 1.3 < float(table[1]["ratio_high"]) < 1.4
-    content = json.loads((out / "compare.json").read_text())
-    assert [row["verdict"] for row in content["settings"]] == [row["verdict"] for row in table]
-    assert content["settings"][1]["ratio"] == pytest.approx(1.3) and len(content["runs"]) == 7
-    text = (out / "report.html").read_text()
-    assert "2<i>" not in text  # names are no HTML
+        table = [(row["runs"], row["verdict"]) for row in csv.DictReader(f)]
+    assert table == [("3", "reference"), ("3", "faster"), ("1", "reference")]
     # One file that needs no other, and no network.
-    assert not re.findall(r"(?:src|href|url|import)\b *[=(]", text)
+    assert not re.findall(r"(?:src|href|url|import)\b *[=(]", (out / "report.html").read_text())
     group, other = report_data(out)["groups"]
-    faster = r"sac 1/2<i> is 30\.\d % faster \[2\d\.\d, 3\d\.\d\] than no sac\."
-    assert re.fullmatch(faster, group["verdicts"][0]) and group["verdicts"][0] in printed
     assert [run["name"] for run in group["rows"][0]["runs"]] == ["a-0", "a-1", "a-2"]
     assert len(group["rows"][0]["runs"][0]["times"]) > 3 and other["rows"][0]["losses"]
 
@@ -376,15 +345,6 @@ def baselines(tmp_path, runs_of):
     runs_of("old/old", spread=0.002, n=5, args__bucket_cap_mb=25.0)
     assert compare.main(words(tmp_path / "old", "--save", path)) == 0
     return path
-
-
-def test_baselines_are_runs(baselines):
-    figures = gate.figures_of(records_of(baselines))
-    assert figures.rate.value == pytest.approx(640) and figures.low < 640 < figures.high
-    assert figures.rate.n == 5 and figures.rate.degrees == 4
-    assert figures.rate.std / 640 == pytest.approx(0.002 * 2.5**0.5)
-    provenance = records_of(baselines)[0].provenance
-    assert provenance["torch"] and provenance["command"].startswith("train.py configs/")
 
 
 @pytest.fixture
@@ -443,7 +403,6 @@ def test_nothing_passes_that_was_not_judged(judged, tmp_path, runs_of):
 
 def test_repeats_are_judged_together_and_entries_have_tolerances(judged, tmp_path, runs_of):
     path = tmp_path / "b.json"
-
     assert compare.main(words(runs_of("old/a", n=5), "--save", path)) == 0
     # Runs that differ are noise; all of them slow is not.
     assert ": a-0 and 4 more: " in judged(path, runs_of("now/a", spread=0.01, n=5))
@@ -459,9 +418,6 @@ def test_repeats_are_judged_together_and_entries_have_tolerances(judged, tmp_pat
     shutil.copy(slow[0] / "result.json", kept / "a-result.json")
     (kept / "notes.json").write_text("{}")
     assert "UNCERTAIN" in judged(path, kept, code=5)
-    assert compare.main(words(kept, "--save", path)) == 0
-    (single,) = records_of(path)
-    assert single.tolerance == 0.1
 
 
 def test_a_ratio_of_fp8_by_transformer_engine_says_what_else_it_contains(run_of):
@@ -526,7 +482,7 @@ def test_what_devices_say_is_judged_too(field, figures, text, code, judged, runs
 
 def test_what_got_slower_says_what_changed(judged, result, tmp_path, run_of):
     """Another image, with other variables and libraries, is no new setting."""
-    libraries = json.loads((result / "result.json").read_text())["environment"]["libraries"]
+    libraries = result_of(result)["environment"]["libraries"]
     settings = {"CUDA_VERSION": "13.0.1", "NCCL_VERSION": "2.27", "TORCH_CUDA_ARCH_LIST": "9.0"}
     newer = settings | {"CUDA_VERSION": "13.1.0", "NVTE_FRAMEWORK": "1"}
     older = libraries | {"torch": "0.1"}
@@ -541,13 +497,6 @@ def test_what_got_slower_says_what_changed(judged, result, tmp_path, run_of):
         assert f", image none -> new:1, torch 0.1 -> {libraries['torch']}" in out
 
 
-def test_repeats_that_are_invalid_are_no_pass(judged, baselines, run_of):
-    """Four of five runs failed: who knows how fast they would have been?"""
-    runs = [run_of(f"now/n{i}", status="failed" if i else "ok") for i in range(5)]
-    out = judged(baselines, runs, code=5)
-    assert out.startswith("UNCERTAIN ") and "left out n1 (status failed)" in out
-
-
 def test_baselines_are_written_though_nobody_reads_the_lines(tmp_path, run_of):
     for i in range(40):
         run_of(f"runs/n{i}", args__bucket_cap_mb=float(i + 1))
@@ -559,7 +508,7 @@ def test_baselines_are_written_though_nobody_reads_the_lines(tmp_path, run_of):
 
 
 def test_a_report_says_where_runs_come_from_and_names_no_place(result, tmp_path, output_of, run_of):
-    environment = json.loads((result / "result.json").read_text())["environment"]
+    environment = result_of(result)["environment"]
     settings = {"NCCL_TOPO_FILE": "/home/alice/topo.xml", "SLURM_JOB_ID": "17"}
     environment |= {"settings": settings, "driver": "580.1"}
     command = ["train.py", "/home/alice/c.json", "--data", "/home/alice/x.bin"]
@@ -593,56 +542,7 @@ def test_what_a_baseline_and_a_row_are_of(changes, answer, run_of):
 
 
 def test_shipped_baselines_are_readable():
-    with pytest.raises(UsageError, match="cannot be read"):
-        gate.judge_all(["tests/sample"], ROOT / "configs/none.json", 0.05)
     shipped = records_of(ROOT / "configs/baselines.json")
     assert {r.model for r in shipped} >= {"gpt2-tiny", "llama-tiny", "moe-tiny"}
     settings = repeats(shipped)
     assert all(len(runs) >= 2 and not any(map(gate.unusable, runs)) for runs in settings)
-
-
-def test_no_number_is_cut_and_no_column_is_empty(tmp_path, output_of, monkeypatch, run_of):
-    monkeypatch.setenv("COLUMNS", "80")
-    long = {"device__hardware": "A device with a rather long name"}
-    run_of("r/a", **long)
-    run_of("r/b", args__bsz=4, args__sac_freq="1/2", **long)
-    printed = output_of(compare.main, tmp_path / "r", "--output-dir", tmp_path / "o")
-    assert "…" not in printed and "A device with a rather long name" in printed
-    assert "MFU" not in printed and "tokens/s per GPU" in printed  # a CPU's peak is unknown
-    assert "tokens/J" not in printed
-    with (tmp_path / "o/compare.csv").open() as f:
-        assert "mfu" in next(csv.reader(f))  # every column, for programs
-
-
-@pytest.mark.parametrize(
-    ("speed", "spread", "memory", "sentence"),
-    [(1.002, 0.004, 20.0, r"sac 1/2 is as fast as no sac \(.*\)"),
-     (1.002, 0.4, 20.0, r"sac 1/2 cannot be distinguished from no sac \(.*\)"),
-     (0.88, 0.004, 12.0, r"sac 1/2 costs 12\.\d % \[1\d\.\d, 1\d\.\d\] of the speed of no sac "
-                         r"and saves 8\.0 GiB")],
-)  # fmt: skip
-def test_verdicts_are_sentences(speed, spread, memory, sentence, output_of, runs_of):
-    plain = runs_of("a", spread=spread, metrics__peak_rss_gib=20.0, **SAME)
-    sac = {"args__sac_freq": "1/2", "metrics__peak_rss_gib": memory, **SAME}
-    printed = output_of(compare.main, plain, runs_of("b", speed, spread, **sac))
-    *_, said, certain = printed.splitlines()
-    assert certain.startswith("1 verdict: the chance that any is false is at most 5%")
-    assert re.fullmatch(rf"{sentence}\.", said), said
-
-
-def test_electricity_is_a_part_of_the_cost(output_of, tmp_path):
-    """By the power limit of the experiment's file, where no energy was measured."""
-    machine = {"gpu": "H100 SXM", "usd_per_hour": 4.0, "tdp_w": 700}
-    content = {"experiment": "x", "models": ["gpt2-tiny"], "hardware": {"nvidia": machine}}
-    (tmp_path / "e.yaml").write_text(json.dumps(content))
-    argv = words(f"{ROOT}/tests/inputs/benchmark_cuda_llama.json --output-dir", tmp_path)
-    argv += words("--experiment", tmp_path / "e.yaml")
-    output_of(compare.main, argv)
-    (row,) = json.loads((tmp_path / "compare.json").read_text())["settings"]
-    rate = row["tokens_per_sec_per_gpu"]
-    assert row["usd_per_trillion_tokens"] == pytest.approx(4.0 / 3600 / rate * 1e12)
-    output_of(compare.main, argv, "--usd-per-kwh 0.2")
-    (more,) = json.loads((tmp_path / "compare.json").read_text())["settings"]
-    electricity = 0.2 * 1e12 * (700 / rate) / 3.6e6  # by the power limit of its file
-    both = row["usd_per_trillion_tokens"] + electricity
-    assert more["usd_per_trillion_tokens"] == pytest.approx(both)

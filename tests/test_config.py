@@ -12,8 +12,10 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 from llm_train_bench.formulas import parameters
 from llm_train_bench.formulas.parameters import count_parameters, learnt_weights
 from llm_train_bench.model.config import ConfigError, keep_first_layers, load_config, parse_config
+from llm_train_bench.model.config import describe_keys_without_effect as remark_on
+from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.model.transformer import Transformer
-from tests.helpers import FAMILIES, LLAMA, ROOT, rows_of
+from tests.helpers import FAMILIES, LLAMA, ROOT, built, rows_of
 
 SHIPPED = sorted(
     p for p in (ROOT / "configs").glob("*.json") if "model_type" in json.loads(p.read_text())
@@ -101,6 +103,57 @@ def test_metadata_is_ignored_and_strange_keys_are_reported():
     assert same.hash == base.hash and same.unknown_keys == ()
     odd = parse_config(LLAMA | {"num_key_value_head": 2}, "z.json")
     assert odd.unknown_keys == ("num_key_value_head",)
+
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+SAID = {
+    "qwen3_moe": (dict(use_qk_norm=True), None),
+    "phi3": (dict(auto_map={"AutoConfig": "x.X"}), "auto_map (no code of the Hub is run)"),
+    "minimax_m2": (dict(quantization_config=dict(bits=8)),
+                   "quantization_config (the weights are not quantised)"),
+    "llama": (dict(rope_scaling=YARN | dict(attn_factor=0.878, finetuned=True)),
+              "rope_scaling.attn_factor (transformers does not read it); "
+              "rope_scaling.finetuned (positions are stretched in any case)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SAID)
+def test_keys_that_say_what_is_computed_are_accepted(family, tmp_path):
+    """The model is that of the file without them, and a remark names each that is not done."""
+    changes, remark = SAID[family]
+    same = {"rope_scaling": YARN} if "rope_scaling" in changes else {}
+    read = parse_config(FAMILIES[family] | changes, "x.json")
+    assert read.hash == parse_config(FAMILIES[family] | same, "x.json").hash
+    assert remark_on(read) == (remark and f"x.json: keys without effect: {remark}")
+    with pytest.raises(ConfigError, match="changes the computation"):
+        parse_config(LLAMA | dict(use_qk_norm=True), "x.json")  # it has no such norm
+    save_pretrained(built(read), tmp_path)  # its weights are plain, and have no code
+    exported = json.loads((tmp_path / "config.json").read_text())
+    assert not {"quantization_config", "auto_map"} & {*exported}
+
+
+def test_parameters_of_published_files_with_such_keys():
+    """Qwen3-Coder-30B-A3B and Phi-3-mini-4k."""
+    coder = load_config(ROOT / "configs/qwen3-30b-a3b.json").raw | dict(use_qk_norm=True)
+    phi = FAMILIES["phi3"] | dict(vocab_size=32064, hidden_size=3072, intermediate_size=8192)
+    phi |= dict.fromkeys((key for key in phi if key.startswith("num_")), 32)
+    counts = [count_parameters(parse_config(values, "x.json")) for values in (coder, phi)]
+    assert counts == [30_532_122_624, 3_821_079_552]
+
+
+@pytest.mark.parametrize("outer", ["qwen3_5", "gemma3"])
+def test_text_config_is_read(outer):
+    """Of a file with images; its other parts are named, and it says whether embeddings are tied."""
+    text = FAMILIES[f"{outer}_text"] | dict(tie_word_embeddings=True)
+    whole = dict(model_type=outer, text_config=text, tie_word_embeddings=False)
+    whole |= dict(vision_config={"hidden_size": 8}, image_token_id=5, torch_dtype="bfloat16")
+    read = parse_config(whole, "x.json")
+    assert read.hash == parse_config(text | dict(tie_word_embeddings=False), "x.json").hash
+    left_out = "vision_config, image_token_id (left out: only text is trained)"
+    for config in (read, keep_first_layers(read, 1)):
+        assert remark_on(config) == f"x.json: keys without effect: {left_out}"
+    with pytest.raises(ConfigError, match=f'model_type "{outer}": not implemented'):
+        parse_config(whole | dict(text_config=text | dict(model_type="t5")), "x.json")
 
 
 def test_absent_keys_take_the_defaults_of_transformers():

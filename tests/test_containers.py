@@ -423,26 +423,21 @@ def test_a_value_cannot_say_more_than_its_option(script, code, option, value, re
 
 
 @pytest.mark.parametrize("script", [NVIDIA, AMD])
-def test_a_dry_run_needs_no_engine_no_gpu_and_no_image(machine, script):
-    """It says what is not here, and prints the line all the same; without --dry-run it fails."""
-    code, out, error = machine.launch("--dry-run --gpus 0,1 python x.py", script=script)
-    assert code == 0 and out.startswith("docker run ") and out.rstrip().endswith("python x.py")
+def test_a_dry_run_needs_no_engine_no_gpu_and_no_image(machine, script, tmp_path):
+    """It says what is not here, prints the line all the same, and makes nothing; else it fails."""
+    where, command = tmp_path / "some where", ["python", "a b.py"]
+    argv = words("--dry-run --gpus 0,1 --output", where, command)
+    code, out, error = machine.launch(argv, script=script)
+    line = shlex.split(out)
+    assert code == 0 and line[:2] == ["docker", "run"] and line[-2:] == command
+    assert f"type=bind,src={where},dst={WORK}/runs" in line
+    assert not (machine.home / ".cache").exists() and not where.exists()
     help_text = machine.launch("-h", script=script)[1]
     assert all(t in help_text for t in ("--dry-run", f"docker/{script}", "Build the image"))
     assert error.count("not here: ") >= 3 and "no docker on PATH" in error
     assert machine.launch("ls", script=script)[0] == 1
     machine.podman()
     assert machine.launch("--dry-run ls", script=script)[1].startswith("podman run ")
-
-
-def test_dry_run_prints_the_line_that_would_run(ready, tmp_path):
-    where = tmp_path / "some where"
-    code, out, _ = ready.launch("--dry-run --output", where, "python", ["a b.py"])
-    assert code == 0 and ready.calls("run") == []
-    line = shlex.split(out)
-    assert line[:2] == ["docker", "run"] and line[-1] == "a b.py"
-    assert f"type=bind,src={where},dst=/workspace/llm-train-bench/runs" in line
-    assert not (ready.home / ".cache").exists() and not where.exists()
 
 
 def test_re_entry_runs_in_the_container_that_is_there(ready):

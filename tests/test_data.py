@@ -2,7 +2,6 @@
 
 import gzip
 import time
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 import prepare_data
 from llm_train_bench.apply import data
 from llm_train_bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids
+from llm_train_bench.base.documents import index_path
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.formulas.work import Batch
@@ -210,7 +210,10 @@ def prepared(out) -> list[list[bytes]]:
 
 @pytest.mark.parametrize("sizes", [[1] * 60, [60], [1, 1, 1, 500, 1]], ids=["many", "one", "odd"])
 def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
-    """Every byte is in one of the two files: val.bin has whole documents or the end of the text."""
+    """Every byte is in one of the two files: val.bin has whole documents or the end of the text.
+
+    Beside each file is its index: where its documents end, and the text where it is cut in one.
+    """
     (tmp_path / "in").mkdir()
     texts = [f"document {i}: {'x' * 40}\n" * n for i, n in enumerate(sizes)]
     for i, text in enumerate(texts):
@@ -228,6 +231,10 @@ def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
         assert b"\0".join(train) + b"\0".join(val) == "".join(t + "\0" for t in texts).encode()
     lengths = [sum(len(part) + 1 for part in parts) for parts in (train, val)]
     assert lengths[1] / sum(lengths) == pytest.approx(0.25, abs=0.12)
+    for path in (out / "train.bin", out / "val.bin"):
+        tokens = open_tokens(path)
+        ends = {*(np.flatnonzero(np.array(tokens) == 0) + 1).tolist(), len(tokens)}
+        assert np.load(index_path(path)).tolist() == sorted(ends)
 
 
 def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, refused):
@@ -257,9 +264,8 @@ def test_validation_counts_no_window_twice(windows, batches, tmp_path):
 def test_a_full_shared_memory_is_named(tmp_path, monkeypatch, capsys):
     write_tokens(tmp_path / "x.bin", [np.arange(5000) % 256], 256)
     monkeypatch.setattr(data, "WORKER_TIMEOUT_S", 1)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: mock.Mock(free=3 * 2**20))
     monkeypatch.setattr(data.FileTokens, "__getitem__", lambda self, first: time.sleep(60))
     flags = "configs/gpt2-tiny.json --seq-len 16 --device cpu --n-workers 1 --no-tensorboard --data"
     assert train_main(words(flags, tmp_path / "x.bin", "--output-dir", tmp_path / "r")) == 2
     assert "--n-workers 1: no data from them in 1 s" in capsys.readouterr().err
-    assert "the shared memory, has 3 MiB free" in only_result(tmp_path / "r")["error"]
+    assert "give /dev/shm more memory" in only_result(tmp_path / "r")["error"]

@@ -1,6 +1,5 @@
 """train_ddp.py and train_fsdp.py on gloo: the losses of train.py, the promised traffic and memory."""
 
-import dataclasses
 import json
 from collections import Counter
 
@@ -11,10 +10,8 @@ from safetensors.torch import load_file
 
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.formulas.collectives import traffic
-from llm_train_bench.formulas.work import Recompute
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import save_pretrained
-from llm_train_bench.settings.plan import resolve_recompute
 from tests.dist_worker import Job, check_shards, run_jobs
 from tests.faults import steps_of
 from tests.helpers import FAMILIES, ROOT, built, facts_of, plan_of, result_of, trained
@@ -251,22 +248,6 @@ def test_weights_are_exported_in_full_after_a_validation_in_bf16(runs):
     assert {t.dtype for t in tensors.values()} == {torch.float32}
     for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
         assert not torch.equal(tensors[name], tensors[name].bfloat16().float())
-
-
-def test_chosen_blocks_are_spread_evenly():
-    shape = load_config(ROOT / "configs/llama-tiny.json")
-
-    def chosen(n, freq):
-        deep = dataclasses.replace(shape, num_hidden_layers=n)
-        return list(resolve_recompute(freq, "block", deep).blocks)
-
-    assert chosen(8, "1/1") == list(range(8))
-    assert chosen(8, "1/2") == [1, 3, 5, 7]
-    assert chosen(8, "1/4") == [3, 7]
-    assert chosen(8, "3/4") == [1, 2, 3, 5, 6, 7]
-    assert resolve_recompute(None, "block", shape) == Recompute()
-    for q, p in ((2, 3), (3, 8), (5, 7)):
-        assert len(chosen(p * 6, f"{q}/{p}")) == q * 6
 
 
 def test_one_rank_of_ddp_moves_nothing_and_offloading_needs_a_gpu():

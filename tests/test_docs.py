@@ -21,7 +21,7 @@ from llm_train_bench.results.result_files import Step
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
-from tests.helpers import ROOT, words
+from tests.helpers import ROOT, result_of, words
 
 METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -52,14 +52,6 @@ def test_the_index_lists_every_page_on_three_shelves():
         assert page.stem == "README" or f"]({page.name}" in index, page.name
 
 
-def test_no_table_is_cut_in_two():
-    for path in [ROOT / "README.md", *PAGES]:
-        lines = ["", *path.read_text(encoding="utf-8").splitlines(), ""]
-        for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
-            if line.startswith("|") and before[:1] != "|":
-                assert after.startswith("|-"), f"{path.name}: a table without a head: {line}"
-
-
 def test_steps_file_is_documented():
     section = METRICS.split("## `steps.jsonl`")[1]
     assert set(re.findall(r"`(\w+)`", section)) >= {f.name for f in dataclasses.fields(Step)}
@@ -75,13 +67,28 @@ def commands(pages: str = README) -> list[str]:
     return list(dict.fromkeys(line.split("#")[0].strip() for line in lines if line.strip()))
 
 
+MIGRATING = (ROOT / "docs/MIGRATING.md").read_text(encoding="utf-8")
+
+
+def replacements() -> list[str]:
+    """Our commands in the right columns of MIGRATING.md."""
+    ours = []
+    for line in MIGRATING.splitlines():
+        cells = line.replace("\\|", "\0").split("|")[1:-1]
+        cells = [cell.replace("\0", "|").strip() for cell in cells]
+        if len(cells) == 2 and cells[0].startswith("`") and " " in cells[0]:
+            ours += re.findall(r"`((?:python|torchrun|nsys) [^`]+)`", cells[1])
+    assert len(ours) >= 15
+    return [c for c in dict.fromkeys(ours) if c not in commands(README + TASKS)]
+
+
 def test_readme_is_short_and_has_commands():
     assert len(README.split()) <= 900
     assert sum(c.startswith("python ") for c in commands()) >= 4
     assert "make demo" in commands() and "`make test`" in README
 
 
-@pytest.mark.parametrize("command", commands(README + TASKS))
+@pytest.mark.parametrize("command", [*commands(README + TASKS), *replacements()])
 def test_command_runs(command, monkeypatch, run_documented):
     """Tools run. What trains is planned below, for the machine that it needs; every combination of
     toggles is trained in tests/test_combinations.py."""
@@ -104,9 +111,12 @@ def test_command_runs(command, monkeypatch, run_documented):
         assert words[1] == ".venv/bin/activate"  # what `make` makes
     elif words[0].startswith("docker/"):  # the README has the same commands without a container
         assert (ROOT / words[0]).exists() and shlex.join(words[1:]) in commands()
-    else:
-        assert words[0] == "python" and (ROOT / words[1]).exists(), command
-        run_documented(words[1], words[2:])
+    else:  # where pages start a script by torchrun or nsys, its own words count
+        assert words[0] in ("python", "torchrun", "nsys")
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        assert (ROOT / words[script]).exists(), command
+        if words[script:] != ["sweep.py", "--help"]:  # tests/test_command_line.py asks all for help
+            run_documented(words[script], words[script + 1 :])
 
 
 TOOLS = ("trace_report.py", "estimate.py", "sweep.py", "compare.py", "doctor.py")
@@ -116,14 +126,15 @@ TOOLS = ("trace_report.py", "estimate.py", "sweep.py", "compare.py", "doctor.py"
 def a_run(tmp_path_factory):
     """A directory with three runs of a quiet machine, for the commands that look at runs."""
     out = tmp_path_factory.mktemp("runs")
-    content = json.loads((ROOT / "tests/sample/plain/result.json").read_text())
+    content = result_of(ROOT / "tests/sample/plain")
     for name, seconds in (("a", 0.01), ("b", 0.01002), ("c", 0.00998)):
         rate = content["batch"]["tokens_per_step"] / seconds
-        content["metrics"] |= dict(tokens_per_sec=rate, tokens_per_sec_per_gpu=rate)
-        content["metrics"] |= dict(step_time_ci95_low_s=0.999 * seconds)
-        content["metrics"] |= dict(step_time_ci95_high_s=1.001 * seconds)
-        times = [seconds, 1.01 * seconds, 0.99 * seconds] * 13
-        content |= {"run_name": name, "step_times_s": times}
+        content["metrics"] |= dict(tokens_per_sec=rate, tokens_per_sec_per_gpu=rate,
+            step_time_ci95_low_s=0.999 * seconds, step_time_ci95_high_s=1.001 * seconds)  # fmt: skip
+        content |= {
+            "run_name": name,
+            "step_times_s": [seconds, 1.01 * seconds, 0.99 * seconds] * 13,
+        }
         (out / name).mkdir()
         (out / name / "result.json").write_text(json.dumps(content))
     assert compare.main(words(out, "--save", out / "baselines.json")) == 0
@@ -157,42 +168,17 @@ def run_documented(tmp_path, a_run):
     return run
 
 
-MIGRATING = (ROOT / "docs/MIGRATING.md").read_text(encoding="utf-8")
-
-
-def replacements() -> list[str]:
-    """Our commands in the right columns of MIGRATING.md."""
-    ours = []
-    for line in MIGRATING.splitlines():
-        cells = line.replace("\\|", "\0").split("|")[1:-1]
-        cells = [cell.replace("\0", "|").strip() for cell in cells]
-        if len(cells) == 2 and cells[0].startswith("`") and " " in cells[0]:
-            ours += re.findall(r"`((?:python|torchrun|nsys) [^`]+)`", cells[1])
-    return [c for c in dict.fromkeys(ours) if c not in commands(README + TASKS)]
-
-
-def test_migrating_answers_all_of_their_commands():
-    rows = [line for line in MIGRATING.splitlines() if re.match(r"\| `[^`]+` \| ", line)]
-    assert len(rows) == 7 + 5 + 6 + 8 + 15 and len(replacements()) >= 15
-
-
-@pytest.mark.parametrize("command", replacements())
-def test_replacement_runs(command, run_documented):
-    words = shlex.split(command)
-    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    if words[script:] != ["sweep.py", "--help"]:  # tests/test_command_line.py asks all for help
-        run_documented(words[script], words[script + 1 :])
-
-
 FOLDERS = "llm_train_bench|benchmarks|model|configs|docker|tests|docs"
 
 
 def test_files_and_targets_that_pages_name_are_there():
-    """Links, paths and make targets of the README, CONTRIBUTING and docs/."""
+    """Links, paths and make targets of the README, CONTRIBUTING and docs/; each table has its head."""
     targets = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     targets = " ".join(targets).split()
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]:
         text = page.read_text(encoding="utf-8")
+        headless = re.search(r"(?:^|\n)(?!\|).*\n(\|.*)\n(?!\|-)", text)
+        assert not headless, f"{page.name}: a table that is cut in two: {headless[1]}"
         links = {m.split("#")[0] for m in re.findall(r"\]\(([^)]+)\)", text)}
         for link in links - {""}:
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"

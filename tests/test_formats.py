@@ -91,34 +91,6 @@ def test_magnitudes_are_reduced_as_the_formula_counts(recipe, shared):
         assert made == sorted((n, kind) for later, n, kind in expected if later == back)
 
 
-def by_each_expert(product):
-    """Multiplies each expert's rows by themselves."""
-
-    def multiply(rows, weight):
-        parts = zip(rows.split(COUNTS.tolist()), weight, strict=True)
-        return torch.cat([product(x, w) for x, w in parts])
-
-    return multiply
-
-
-def experts_in_one_call(rows, weight):
-    return grouped_product(True, rows, weight.transpose(1, 2), COUNTS.cumsum(0, dtype=torch.int32))
-
-
-def results_of(*ways):
-    """Output and gradients of experts' rows and weights, as each of the ways multiplies them."""
-    rows, weight = torch.randn(64, 32), torch.randn(4, 48, 32)
-    rows[21:61] *= 1000  # one expert's rows hide no other's
-    results = []
-    for way in ways:
-        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-        y = way(x, w)
-        torch.manual_seed(2)
-        y.backward(torch.randn_like(y))
-        results.append([y, x.grad, w.grad])
-    return zip(*results, strict=True)
-
-
 class OneExpert(torch.autograd.Function):
     """FP8 of one expert, by the definition: scales by rows of what each product sums over."""
 
@@ -140,9 +112,27 @@ class OneExpert(torch.autograd.Function):
         return of_x, left.t() @ right
 
 
+def by_each_expert(rows, weight):
+    """Each expert's rows by themselves."""
+    parts = zip(rows.split(COUNTS.tolist()), weight, strict=True)
+    return torch.cat([OneExpert.apply(x, w) for x, w in parts])
+
+
+def experts_in_one_call(rows, weight):
+    return grouped_product(True, rows, weight.transpose(1, 2), COUNTS.cumsum(0, dtype=torch.int32))
+
+
 def test_experts_in_fp8_are_each_scaled_by_themselves():
-    for made, expected in results_of(experts_in_one_call, by_each_expert(OneExpert.apply)):
-        torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-4)
+    rows, weight = torch.randn(64, 32), torch.randn(4, 48, 32)
+    rows[21:61] *= 1000  # one expert's rows hide no other's
+    results = []
+    for multiply in (experts_in_one_call, by_each_expert):
+        x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = multiply(x, w)
+        torch.manual_seed(2)
+        y.backward(torch.randn_like(y))
+        results.append([y, x.grad, w.grad])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-4)
 
 
 def test_groups_are_filled_up_without_a_wait():

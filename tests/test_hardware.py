@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import re
 import resource
 import time
 from pathlib import Path
@@ -25,24 +26,16 @@ from llm_train_bench.parallel.ranks import Ranks
 from llm_train_bench.results.schema import Result
 from llm_train_bench.run import launch, window
 from tests import fuzz
-from tests.helpers import remark_texts, trained
+from tests.helpers import answers, cases, changed, remark_texts, trained
 
 DEVICES = json.loads(hardware.HARDWARE_FILE.read_text())["devices"]
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16", "fp8"),
-    [("NVIDIA H200", 989.4, 1978.9), ("NVIDIA H100 80GB HBM3", 989.4, 1978.9),
-     ("NVIDIA H100 PCIe", 756, 1513), ("AMD Instinct MI300X", 1307, 2615),
-     ("AMD Instinct MI250X", 191.5, None), ("NVIDIA A100-SXM4-80GB", 312, None),
-     ("NVIDIA L4", 121, 242.5), ("NVIDIA A10", 125, None), ("NVIDIA GH200 480GB", 989.4, 1978.9),
-     ("Tesla V100-SXM2-16GB", 125, None), ("NVIDIA H200 NVL", None, None), ("H200", None, None),
-     ("NVIDIA GeForce RTX 4060", None, None), ("CPU", None, None), ("", None, None)],
-)  # fmt: skip
-def test_peaks_of_a_device_and_unknown_is_none_never_a_neighbour(name, bf16, fp8):
+@pytest.mark.parametrize(("name", "tflops"), answers("device_peaks.txt"))
+def test_peaks_of_a_device_and_unknown_is_none_never_a_neighbour(name, tflops):
     peaks = find_peaks(name)
-    assert (peaks.bf16_tflops, peaks.fp8_tflops) == (bf16, fp8)
-    assert bf16 is None or "datasheet" in peaks.source
+    assert [peaks.bf16_tflops, peaks.fp8_tflops] == json.loads(tflops)
+    assert peaks.bf16_tflops is None or "datasheet" in peaks.source
 
 
 FOUR = {"name": "My Card", "bf16_tflops": 200.0, "memory_gib": 31.0, "memory_tb_per_s": 1.5}
@@ -63,23 +56,14 @@ def test_a_gpu_of_ones_own_needs_four_keys(own_hardware, output_of):
 BOX = DEVICES[0] | {"name": "Box", "driver_names": ["Box"]}
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [({"name": "x"}, "the entry x lacks bf16_tflops"),
-     (FOUR | {"bf16_tflops": 0}, "'My Card': bf16_tflops is 0"),
-     (FOUR | {"bf16_tflops": "500"}, "'My Card': bf16_tflops is '500'"),
-     (FOUR | {"memory_gib": 10**400}, "'My Card': memory_gib is 1000"),
-     (FOUR | {"tflops": 1}, "has tflops, which no entry has"),
-     (FOUR | {"memory_gib": "big"}, "memory_gib is 'big'"),
-     ({k: v for k, v in BOX.items() if k != "tdp_w"}, "entry Box lacks tdp_w"),
-     (BOX | {"colour": "grey"}, "entry Box has colour"), (BOX | {"a\nb": None}, r"has a\\nb")],
-)  # fmt: skip
-def test_a_wrong_entry_is_one_line(own_hardware, entry, message, tmp_path):
+@pytest.mark.parametrize(("changes", "message"), cases("device"))
+def test_a_wrong_entry_is_one_line(own_hardware, changes, message, tmp_path):
     """Of the user's own file, and of ours, where all keys are needed."""
-    own_hardware(entry)
-    with pytest.raises(UsageError, match=message) as refused:
-        if entry["name"] == "Box":
-            own_hardware()
+    whose, _, changes = changes.replace("BIG", str(10**400)).partition(" ")
+    entry = changed(BOX if whose == "ours" else FOUR, changes)
+    own_hardware(*[entry] * (whose == "own"))
+    with pytest.raises(UsageError, match=re.escape(message)) as refused:
+        if whose == "ours":
             whole = json.loads(hardware.HARDWARE_FILE.read_text()) | {"devices": [*DEVICES, entry]}
             (tmp_path / "ours.json").write_text(json.dumps(whole))
             fuzz.read_hardware(tmp_path / "ours.json")
@@ -128,17 +112,12 @@ def test_why_there_is_no_gpu(monkeypatch):
             device.pick_device("cuda")
 
 
-def nccl(version: int):
-    """A loader of libraries whose NCCL tells this version."""
-
-    def tell(pointer):
-        pointer._obj.value = version
-
-    return lambda name: SimpleNamespace(ncclGetVersion=tell)
-
-
 def test_the_version_of_nccl_is_that_of_the_loaded_library(monkeypatch):
-    monkeypatch.setattr(device.ctypes, "CDLL", nccl(23102))
+    def tell(pointer):
+        pointer._obj.value = 23102
+
+    library = SimpleNamespace(ncclGetVersion=tell)
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: library)
     assert device.nccl_version() == "2.31.2"
     monkeypatch.setattr(device.ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5, "x"))
@@ -195,11 +174,10 @@ def test_the_rate_of_matmuls_is_that_of_batches_of_a_hundredth_of_a_second(monke
 
 def test_a_measured_cpu_has_an_estimate(own_hardware, tmp_path, monkeypatch, output_of, refused):
     """benchmarks/gemm.py writes it, a run is held against it, --calibrate makes its estimate right."""
-    mine = {"name": "My Card", "bf16_tflops": 200, "memory_gib": 31, "memory_tb_per_s": 1}
-    path, threads = own_hardware(mine), torch.get_num_threads()
+    path, threads = own_hardware(FOUR), torch.get_num_threads()
     gemm.keep_cpu(torch.device("cpu"), seconds=0.01)
     entries = json.loads(path.read_text())["devices"]
-    assert entries[0] == mine and entries[-1]["name"] == hardware.threads_of(cpu_name(), threads)
+    assert entries[0] == FOUR and entries[-1]["name"] == hardware.threads_of(cpu_name(), threads)
     e = entries[-1]
     assert e["bf16_tflops"] >= e["fp32_tflops"] > 0 and e["memory_tb_per_s"] > 0
     devices.cache_clear()
@@ -224,33 +202,17 @@ def test_a_measured_cpu_has_an_estimate(own_hardware, tmp_path, monkeypatch, out
     argv = f"{flags} 8 --pt-compile --gpu cpu --calibrate", tmp_path / "r"
     shown = output_of(estimate.main, *argv)
     assert "that run had another choice of --pt-compile, which one factor cannot carry" in shown
-    argv = (f"{flags} 16 --gpu h100 --calibrate", tmp_path / "r")
-    refused(estimate.main, "was measured on", *argv)
     monkeypatch.setenv("OMP_NUM_THREADS", "77")  # a run would have so many
     message = "77 threads; OMP_NUM_THREADS=77 python benchmarks/gemm.py"
     refused(estimate.main, message, f"{flags} 16 --gpu cpu")
 
 
-def processors(name, flags, n=2, key="flags"):
-    block = f"processor\t: 0\nmodel name\t: {name}\n{key}\t\t: fpu {flags}\n\n"
-    return block * n
-
-
-@pytest.mark.parametrize(
-    ("text", "cores", "identity"),
-    [
-        (processors("AMD EPYC", "avx2 sse"), 2, "AMD EPYC (avx2, 2 cores)"),
-        (processors("AMD EPYC", "avx2 avx512f avx512_bf16"), 2,
-         "AMD EPYC (avx2 avx512f avx512_bf16, 2 cores)"),
-        (processors("AMD EPYC", "avx2"), 64, "AMD EPYC (avx2, 64 cores)"),
-        (processors("Xeon", "avx512f amx_bf16", 1), 1, "Xeon (avx512f amx_bf16, 1 core)"),
-        ("processor\t: 0\nFeatures\t: fp asimd sve bf16\n", 4, "CPU (asimd sve bf16, 4 cores)"),
-        ("", 3, "CPU (3 cores)"),
-    ],
-)  # fmt: skip
-def test_a_cpu_is_its_name_instruction_sets_and_cores(text, cores, identity, monkeypatch):
+@pytest.mark.parametrize(("facts", "cores", "identity"), answers("cpu_names.txt"))
+def test_a_cpu_is_its_name_instruction_sets_and_cores(facts, cores, identity, monkeypatch):
+    block = "processor: 0\n" + facts.replace("; ", "\n") + "\n\n"
+    text = block.replace(": ", "\t: ") * int(cores) if facts else ""
     monkeypatch.setattr(Path, "open", lambda self, *args, **kwargs: io.StringIO(text))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(int(cores))), raising=False)
     assert cpu_name() == identity
 
 

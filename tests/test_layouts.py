@@ -175,10 +175,12 @@ def test_biases_of_stacked_experts_do_not_decay():
 
 
 def test_a_clip_of_zero_leaves_the_gradients_of_a_layout():
-    parameter, gradients = torch.nn.Parameter(torch.ones(2)), mock.Mock(spec=Gradients)
-    for limit, calls in ((0.0, 0), (1.0, 1)):
+    gradients = mock.Mock(spec=Gradients, norm=lambda: torch.tensor(2.0))
+    for limit, left in ((0.0, 1.0), (1.0, 0.5)):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
         optimizer_step([parameter], torch.optim.SGD([parameter]), 0.1, limit, None, gradients)
-        assert gradients.clip.call_count == calls
+        assert parameter.grad.tolist() == pytest.approx([left] * 2, rel=1e-5)
 
 
 def test_validation_moves_no_correction():

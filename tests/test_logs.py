@@ -10,12 +10,10 @@ import tomllib
 import pytest
 
 import compare
-from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.log_formats import SUITES, parse
-from llm_train_bench.compare.read_logs import log_facts, parse_log, read_log
-from llm_train_bench.compare.records import LogFacts, Record, steady
-from tests.helpers import ROOT, words
-from tests.test_compare import records_of
+from llm_train_bench.compare.read_logs import parse_log
+from llm_train_bench.compare.records import LogFacts, Record
+from tests.helpers import ROOT, records_of, words
 
 EXCERPT_DIR = ROOT / "tests/logs"
 EXPECTED = tomllib.loads((EXCERPT_DIR / "expected.toml").read_text())
@@ -25,11 +23,10 @@ def facts_of_all(**facts) -> LogFacts:
     return LogFacts(**{name: {"": value} for name, value in facts.items()})
 
 
-def record_of(path, text=None, **facts) -> Record:
-    """The run of a log, which is first written if a text is given."""
-    if text is not None:
-        path.write_text(text)
-    (record,) = read_records([str(path)], print, facts_of_all(**facts))
+def record_of(path, text, **facts) -> Record:
+    """The run of a log of this text."""
+    path.write_text(text)
+    (record,) = records_of(path, facts=facts_of_all(**facts))
     return record
 
 
@@ -46,18 +43,6 @@ def test_files_of_other_suites(name):
     for field, value in expected.items():
         about = isinstance(value, float) or field == "step_times_s"
         assert figures[field] == (pytest.approx(value, rel=1e-3) if about else value), field
-
-
-def test_a_pattern_reads_any_log(tmp_path, output_of):
-    lines = [f"[it {i}] took 1{i % 2},000.5ms loss=3.5 mem 12.5" for i in range(10)]
-    (tmp_path / "own.log").write_text("\n".join(lines))
-    pattern = r"\[it (?P<step>\d+)\] took (?P<time_ms>.+)ms loss=(?P<loss>\S+)"
-    pattern += r" mem (?P<memory_gib>.+)"
-    argv = [str(tmp_path / "own.log"), "--log", "seq-len=1024", "own.log:gpus=2", "global-batch=8"]
-    output_of(compare.main, argv, "--log-pattern", [pattern], "--output-dir", tmp_path / "out")
-    (r,) = read_log(tmp_path / "own.log", log_facts(argv[2:], pattern))
-    assert r.tokens_per_sec_per_gpu == pytest.approx(4 * 1024 / 10.5005, rel=1e-3)
-    assert (r.suite, r.memory_gib, len(r.losses)) == ("--log-pattern", 12.5, 10)
 
 
 def test_figures_of_a_log_are_of_the_same_lines(tmp_path):
@@ -163,10 +148,6 @@ def test_lines_with_figures_may_be_few():
     assert log.suite == "OLMo-core" and len(log.steps) == 199
 
 
-def test_text_that_is_no_log():
-    assert parse_log("step by step\nloss of time: 5\niteration of ideas") is None
-
-
 @pytest.mark.parametrize("suite", SUITES)
 def test_digits_and_blank_lines_are_parsed_in_linear_time(suite):
     needs = " ".join([*SUITES[suite].line, SUITES[suite].sign or "{'loss': "])
@@ -195,9 +176,3 @@ def test_what_a_log_does_not_say_is_said(tmp_path, capsys):
         assert compare.main([*argv, *words(facts)]) == 0
         printed = capsys.readouterr()
         assert (message in printed.err) == said and "unknown" in printed.out
-
-
-def test_steady():
-    assert steady([9.0, 3.0, 1.1, 1.0, 1.0, 1.0]) == [1.1, 1.0, 1.0, 1.0]
-    assert steady([1.0, 1.0, 5.0, 1.0]) == [1.0, 1.0, 5.0, 1.0]  # a slow step later is real
-    assert steady([2.0]) == [2.0]

@@ -1,6 +1,7 @@
 """Meter and HFMeterCallback: measured loops of others, and that their results are read as any run's."""
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
@@ -19,7 +21,6 @@ import compare
 import llm_train_bench
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_command, without_secrets
-from llm_train_bench.compare.read_results import read_ours
 from llm_train_bench.compare.setting import identity, name_by_itself
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.model.config import load_config
@@ -27,7 +28,8 @@ from llm_train_bench.model.json_keys import ConfigError
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import meter as meter_module
 from llm_train_bench.run.meter import Meter
-from tests.helpers import FAMILIES, ROOT, noted, only_result, python, read_steps, trained, words
+from tests import helpers
+from tests.helpers import ROOT, noted, only_result, read_steps, records_of, trained
 from tests.processes import TORCHRUN, forked
 
 TINY = str(ROOT / "configs/gpt2-tiny.json")
@@ -41,10 +43,6 @@ def measure(directory, steps=5, body=lambda step, i: None, config=TINY, **option
             with meter.step() as step:
                 body(step, i)
     return meter.directory / "result.json"
-
-
-def record_of(path: Path):
-    return read_ours(json.loads(path.read_text()), path)
 
 
 @pytest.fixture
@@ -90,7 +88,7 @@ def test_a_loop_has_the_figures_of_train_py(tmp_path):
     assert [s["phase"] for s in lines] == ["warmup"] + 3 * ["measure"]
     assert theirs["metrics"]["first_loss"] == lines[0]["loss"] > 0
     assert list((meter.directory / "tensorboard").iterdir())
-    record = record_of(meter.directory / "result.json")
+    (record,) = records_of(meter.directory)
     assert record.invalid == [] and record.tokens_per_sec_per_gpu and record.step_times_s
 
 
@@ -179,33 +177,14 @@ def test_runs_without_settings_are_repeats_if_their_words_are_equal(tmp_path, mo
     keys = []
     for i, argv in enumerate(("a.py --lr 1", "a.py --lr 1", "a.py --lr 2")):
         monkeypatch.setattr(sys, "argv", argv.split())
-        keys.append(identity(record_of(measure(tmp_path, run_name=f"r{i}"))))
+        keys.append(identity(*records_of(measure(tmp_path, run_name=f"r{i}"))))
     assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize("options, error", [
-    ({"n_steps": 0}, "n_steps=0: must be a whole number from 1"),
-    ({"tokens_per_step": 32.5}, "tokens_per_step=32.5: must be a whole number from 1"),
-    ({"warmup_steps": -1}, "warmup_steps=-1: must be a whole number from 0"),
-    ({"seq_len": 5}, "tokens_per_step=32 is no multiple of seq_len=5"),
-    ({"flops_per_token": 1e9}, "give a config or flops_per_token, not both"),
-    ({"config": None, "flops_per_token": 0.0}, "flops_per_token=0.0: must be a number above 0"),
-    ({"track": ["wandbb"]}, "track='wandbb': must be wandb"),
+    *((json.loads(options), error) for options, error in helpers.answers("meter_arguments.txt")),
     ({"settings": {"amp": torch.bfloat16}}, "settings: 'amp': torch.bfloat16 must be a str"),
-    ({"settings": {"seq_len": 3}}, "settings: 'seq_len' is set by another argument"),
-    ({"device": "meta"}, "device meta: only GPUs (cuda) and CPUs are measured"),
-    ({"run_name": "../x"}, "run_name='../x': must be the name of one directory"),
-    ({"run_name": "a\\b"}, "run_name='a\\\\b': must be the name of one directory"),
-    ({"run_name": 3}, "run_name=3: must be a str"), ({"name": 5}, "name=5: must be a str"),
-    ({"settings": ["a"]}, "settings=['a']: must be a mapping"),
-    ({"track": None}, "track=None: must be a list of names"),
-    ({"settings": {"lr": float("inf")}}, "'lr': inf must be a str, bool, None or finite number"),
-    ({"output_dir": None}, "output_dir=None: must be a path"),
-    ({"config": []}, "config=[]: must be a path, the content of a config.json, or a config of"),
     ({"config": nn.Linear(1, 1)}, "must be a path, the content of a config.json, or a config of"),
-    ({"device": "gpu"}, "device='gpu': is no device of torch"),
-    ({"usd_per_hour": "3"}, "usd_per_hour='3': must be a number above 0 and finite"),
-    ({"n_steps": 10**10}, "n_steps=10000000000: must be a whole number from 1 to 10000000"),
 ])  # fmt: skip
 def test_bad_arguments_are_one_line(tmp_path, options, error):
     with pytest.raises(UsageError, match=re.escape(error)):
@@ -258,17 +237,17 @@ def test_bad_use_is_one_line(tmp_path, monkeypatch):
         Meter(TINY, **SMALL)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(helpers.FAMILIES))
 def test_configs_of_transformers_are_read_as_their_files(family, tmp_path):
     """The library writes more keys than a file has, and its own names of some."""
     from transformers import AutoConfig
 
     try:
-        theirs = AutoConfig.for_model(**json.loads(json.dumps(FAMILIES[family])))  # it adds keys
+        theirs = AutoConfig.for_model(**copy.deepcopy(helpers.FAMILIES[family]))  # it adds keys
     except Exception as error:
         pytest.skip(f"transformers does not read it: {error}")
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(FAMILIES[family]))
+    path.write_text(json.dumps(helpers.FAMILIES[family]))
     ours, read = (Meter(config, seq_len=16, **SMALL) for config in (path, theirs))
     assert read.flops_per_token == ours.flops_per_token and ours.flops_per_token
 
@@ -358,7 +337,8 @@ def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monke
 )
 def test_examples_measure_what_they_run(tmp_path, name, ranks):
     launcher = [*TORCHRUN[1:], ranks] if ranks > 1 else []
-    start = python if launcher else forked  # accelerate keeps this process' ranks when forked
+    # A fork's accelerate would keep this process' ranks.
+    start = helpers.python if launcher else forked
     start(launcher, ROOT / f"examples/{name}.py", TINY, cwd=tmp_path)
     r = only_result(tmp_path / "runs")
     tokens = {1: 4 * 128, 2: 4 * 128 * 2 * 2}[ranks]
@@ -529,42 +509,33 @@ def test_a_training_goes_on_where_nothing_can_be_counted(tmp_path, capsys):
     assert "nothing is measured: one process uses 2 GPUs" in capsys.readouterr().err
 
 
-TRAINER = """
-import json, os, sys, torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-from llm_train_bench import HFMeterCallback, Meter
-
-torch.manual_seed(0)
-content = json.loads(open(sys.argv[1]).read())
-config = AutoConfig.for_model(**content)
-ids = torch.randint(config.vocab_size, (40, 16))
-args = TrainingArguments(
-    "trainer", max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[],
-    save_strategy="no", disable_tqdm=True, use_cpu=True)
-trainer = Trainer(
-    AutoModelForCausalLM.from_config(config), args, callbacks=[HFMeterCallback(1, 2, quiet=True)],
-    train_dataset=[{"input_ids": x, "labels": x} for x in ids])
-trainer.train()
-if args.process_index == 0:
-    json.dump([e["loss"] for e in trainer.state.log_history if "loss" in e], open("losses", "w"))
-sizes = dict(tokens_per_step=64, seq_len=8, warmup_steps=1, n_steps=4)
-with Meter(content, output_dir="uneven", quiet=True, **sizes) as meter:
-    for i in range(6 if args.process_index == 0 else 3):
-        with meter.step() as step:
-            step.loss = 1.0
-        if i == 1 and args.process_index == 1:
-            meter.paused("save")
-torch.distributed.destroy_process_group()
-os._exit(0)  # gloo's threads may abort an interpreter that ends
-"""
+def two_measured_trainings(rank, directory, port):
+    """A rank of two: a Trainer of its own, then a loop that ends earlier on rank 1."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    os.environ |= where | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.chdir(directory)
+    PartialState._reset_state()  # this process was forked from one without ranks
+    torch.manual_seed(0)
+    trainer, _ = trainer_of("runs", transformer(), 1, 2, 3, logging_steps=1)
+    trainer.train()
+    if rank == 0:
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        Path("losses").write_text(json.dumps(logged))
+    sizes = dict(tokens_per_step=64, seq_len=8, warmup_steps=1, n_steps=4)
+    with Meter(TINY, output_dir="uneven", quiet=True, **sizes) as meter:
+        for i in range(3 if rank else 6):
+            with meter.step() as step:
+                step.loss = 1.0
+            if i == rank == 1:
+                meter.paused("save")
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort an interpreter that ends
 
 
 def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
     """Ranks that measure different steps are invalid; a loss is not halved by another rank's tokens."""
-    (tmp_path / "both.py").write_text(TRAINER)
-    command = words("-m torch.distributed.run --nproc-per-node 2 both.py", TINY)
-    python_path = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))
-    python(command, cwd=tmp_path, PYTHONPATH=python_path)
+    args = tmp_path, str(helpers.free_port())
+    torch.multiprocessing.start_processes(two_measured_trainings, args, 2, start_method="fork")
     uneven = only_result(tmp_path / "uneven")
     assert uneven["metrics"]["window_saves"] == 1  # of the other rank
     reasons = [r["text"] for r in uneven["remarks"] if r["kind"] == "invalid"]
@@ -572,7 +543,7 @@ def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
     logged = json.loads((tmp_path / "losses").read_text())
     losses = [s["loss"] for s in read_steps(tmp_path / "runs")]
     assert losses == pytest.approx(logged, rel=0.1) and len(losses) == 3
-    assert only_result(tmp_path / "runs")["batch"]["tokens_per_step"] == 2 * 2 * 16
+    assert only_result(tmp_path / "runs")["batch"]["tokens_per_step"] == 2 * 2 * 2 * 16
 
 
 def test_a_compiled_model_is_not_compiled_again_for_the_callback(tmp_path):
@@ -602,22 +573,13 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of, mon
     assert [row["runs"] for row in rows] == [3, 3]
     assert not any("not compared" in row["verdict"] for row in rows)
     assert {row["setting"] for row in rows} == {"no compile, n-workers 0", "compile, n-workers 1"}
-    runs = list(map(record_of, paths))
+    runs = records_of(*paths)
     assert len(set(map(identity, runs))) == len(set(map(name_by_itself, runs))) == 2
     assert "n-workers 1" in name_by_itself(runs[5])
 
 
-@pytest.mark.parametrize("words, shown", [
-    ("--data=/home/me/lr=3/x.bin /home/me/lr=3/x.bin a:/home/me/x:ro", "--data=x.bin x.bin a:x:ro"),
-    ("--data a/b.bin --sac-freq 1/4 configs/x.json --tokenizer t.json --pass-type step", None),
-    ("hub_token=h --hf-token h2 --api_key=3 next", "hub_token=... --hf-token ... --api_key=... next"),
-    ("--token -a b --x 1", "--token ... ... --x 1"), ("--key a b -x 1", "--key ... ... -x 1"),
-    ("--env=HF_TOKEN=a --set hub.token=b", "--env=HF_TOKEN=... --set hub.token=..."),
-    ("-H Authorization: Bearer a --pass=b --pass c", "-H Authorization: ... ... --pass=... --pass ..."),
-    ("configs/keyed.json 3 --use-auth --bsz 3", None),
-    ("https://me:pw@host/x/y s3://b/c --tokens 1e12", "https://...@host/x/y s3://b/c --tokens 1e12"),
-])  # fmt: skip
+@pytest.mark.parametrize("words, shown", helpers.answers("shown_commands.txt"))
 def test_a_command_is_shown_without_secrets_and_places(words, shown):
-    assert " ".join(shown_command(words.split())) == (shown or words)
+    assert " ".join(shown_command(words.split())) == shown
     secrets = ['{"api_key": "a", "b": 1}', "X-Auth: a"]
     assert without_secrets(secrets) == ['{"api_key":...', "X-Auth:..."]

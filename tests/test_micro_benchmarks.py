@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import on_gpu, peers
 from llm_train_bench.base.hardware import devices, find_hardware
+from llm_train_bench.check.collective_rates import COLLECTIVES
 from llm_train_bench.formulas.memory_model import estimate_memory
-from llm_train_bench.measure.collective_rates import COLLECTIVES
 from tests.helpers import ROOT, plan_of, write_config
 from tests.processes import forked
 

@@ -10,7 +10,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import prepare_data
 from llm_train_bench.apply import data
 from llm_train_bench.base import documents
 from llm_train_bench.base.documents import index_path, make_packing, read_lengths, starts_of
@@ -22,7 +21,6 @@ from llm_train_bench.model.layers import block_mask
 from llm_train_bench.model.layout import Documents
 from llm_train_bench.model.loss import MASKED
 from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
-from llm_train_bench.parallel.layout import shared_by_work
 from tests.helpers import FAMILIES, config, plan_of, trained, words
 from tests.test_parity import built, some_tokens
 
@@ -177,22 +175,6 @@ def test_no_mask_is_larger_than_4096_squared():
     assert counts.kv_indices.numel() <= 4096**2
 
 
-def test_shares_of_documents_are_balanced():
-    """By the keys that each rank's queries meet; a head and a tail alone would be far off."""
-    packing = documents.DrawnDocuments(read_lengths("500,1.2"), 8192, 0)
-    starts = torch.from_numpy(starts_of(packing.begins(np.arange(1))))
-    keys = torch.arange(1, 8193) - starts[0]
-    for cp in (2, 4, 8):
-        shares = shared_by_work(starts, cp)
-        assert shares.flatten().sort().values.equal(torch.arange(8192))
-        assert (shares.diff(dim=1) > 0).all()
-        work = keys[shares].sum(1).double()
-        assert work.max() / work.mean() < 1.1
-    head, tail = torch.arange(8192).view(16, -1).split(8)
-    plain = keys[torch.cat((head, tail.flip(0)), dim=1)].sum(1).double()
-    assert plain.max() / plain.mean() > 1.5
-
-
 def test_lengths_are_drawn_from_a_list_or_a_lognormal(tmp_path):
     path = tmp_path / "lengths.json"
     path.write_text("[7, 3, 3]")
@@ -238,22 +220,6 @@ def test_documents_of_a_file_end_where_its_index_or_separator_says(tokens_file):
         start = by_index.windows.start(sample)
         right = [0, *(i for i in range(1, 38) if tokens[start + i - 1] == 0)]
         assert row.nonzero()[0].tolist() == right
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5])
-def test_prepared_files_have_an_index(fraction, tmp_path, capsys):
-    """Whole documents held out, or the end of the text: each file's index is that of its separators."""
-    (tmp_path / "in").mkdir()
-    for i in range(3 if fraction == 0.3 else 40):
-        (tmp_path / "in" / f"{i:02}.txt").write_text("x" * (i + 1))
-    argv = words(tmp_path / "in", "--output-dir", tmp_path / "out", "--val-fraction", fraction)
-    assert prepare_data.main(argv) == 0
-    files = sorted((tmp_path / "out").glob("*.bin"))
-    assert len(files) == 1 + bool(fraction)
-    for path in files:
-        ends = np.load(index_path(path)).tolist()
-        by_token = documents.read_ends(str(path), "auto", 0).tolist()
-        assert ends == by_token + [len(open_tokens(path))] * (by_token[-1] != ends[-1])
 
 
 def test_indices_that_belong_to_another_file_are_refused(tokens_file):

@@ -179,7 +179,7 @@ def test_metrics_and_notes_of_devices(devices, expected):
     assert any("clocks held down" in text for text in result.invalid) == bool(m.clocks_held_down)
 
 
-@pytest.mark.parametrize("newer", [True, False], ids=["7.x", "6.0"])
+@pytest.mark.parametrize("newer", [True, False])
 def test_amd(newer, monkeypatch):
     ticks = itertools.count(1_000_000, 1_000_000)
     power = {"current_socket_power": 2**32 - 1, "average_socket_power": 612}
@@ -187,8 +187,7 @@ def test_amd(newer, monkeypatch):
         power = {"socket_power": 612} | dict.fromkeys(power, "N/A")
 
     def energy(handle):
-        name = "energy_accumulator" if newer else "power"
-        return {name: next(ticks), "counter_resolution": 15.3, "timestamp": 1}
+        return {"energy_accumulator": next(ticks), "counter_resolution": 15.3, "timestamp": 1}
 
     def metrics(handle):
         n = next(ticks)
@@ -197,7 +196,7 @@ def test_amd(newer, monkeypatch):
 
     # Process 8 has only opened the driver; the memory of 7 is not known.
     sizes = {os.getpid(): 2**33, 7: "N/A", 8: 2**20, 10: 2**19, 9: 2**27}
-    clock = {"clk" if newer else "cur_clk": 2100, "max_clk": 2105}
+    clock = {"clk": 2100, "max_clk": 2105}
     module = Some(
         AmdSmiException=OSError, **AMD_TYPES, amdsmi_init=lambda: None,
         amdsmi_get_processor_handle_from_bdf=lambda bdf: bdf,
@@ -219,7 +218,7 @@ def test_amd(newer, monkeypatch):
     assert sensor.handle == "0000:0c:00.0"
     first = sensor.joules()
     assert sensor.joules() - first == pytest.approx(15.3)
-    monkeypatch.setattr(module, "amdsmi_get_energy_count", lambda h: {"power": 1})
+    monkeypatch.setattr(module, "amdsmi_get_energy_count", lambda h: {"energy_accumulator": 1})
     assert sensor.joules() is None
     monkeypatch.setattr(module, "amdsmi_get_energy_count", energy)
     assert sensor.limits() == (750.0, 2105) and sensor.sample().power_w == 612

@@ -45,8 +45,9 @@ def run(tmp_path_factory):
     (path,) = out.glob("*/trace/rank0.pt.trace.json.gz")
     directory, steps, trace = path.parents[1], read_steps(out), read_trace(path)
     events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    files = {"path": path, "directory": directory, "result": result, "steps": steps}
-    return types.SimpleNamespace(**files, trace=trace, events=events)
+    return types.SimpleNamespace(
+        directory=directory, result=result, steps=steps, trace=trace, events=events
+    )
 
 
 def test_only_bytes_on_the_device_count():
@@ -142,15 +143,6 @@ def test_memory_by_kind(run):
     parts = m["parameters_gib"] + m["optimizer_gib"] + m["workspace_gib"]
     assert m["peak_gib"] == pytest.approx(parts + max(m["activations_gib"], m["gradients_gib"]))
     assert m["workspace_gib"] > 0
-
-
-def test_hfu_counts_what_is_repeated(run):
-    """One of four blocks: its matmuls except the last, and its attention, 4 T d or half of that."""
-    m = run.result["metrics"]
-    matmuls = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 256 * 2 * 688)
-    for causal, kind, per_key in (("", "palm", 4), ("_causal", "causal", 2)):
-        again = 1 + (matmuls + per_key * 64 * 256) / m[f"flops_per_token_{kind}"]
-        assert m[f"hfu{causal}"] / m[f"mfu{causal}"] == pytest.approx(again)
 
 
 def test_matmuls_against_the_measured_roof(tmp_path, monkeypatch):
@@ -255,9 +247,6 @@ def test_tensorboard_hparams_are_those_of_the_run(run):
     assert {"amp", "bsz", "cp", "ep", "grad_acc_steps", "pt_compile", "route", "tp"} <= set(shown)
     names = set(shown) - {"model"}
     assert all(flags[name].headline or args[name] != default[name] for name in names)
-    experiment = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment
-    tags = {info.name.tag for info in experiment.metric_infos}
-    assert "final/tokens_per_sec" in tags and tags <= set(run.events.Tags()["scalars"])
 
 
 @pytest.mark.parametrize(

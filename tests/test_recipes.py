@@ -14,7 +14,7 @@ from tests.helpers import LLAMA, ROOT, python, result_of, words
 def tree(tmp_path_factory):
     """A copy of the code."""
     top = tmp_path_factory.mktemp("copy of the tree")
-    for name in ("llm_train_bench", "model", "configs", "docs"):
+    for name in ("llm_train_bench", "model", "configs", "docs", "tests"):
         unneeded = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, top / name, symlinks=True, ignore=unneeded)
     for path in ROOT.glob("*.py"):
@@ -27,8 +27,9 @@ FLAGS, METRICS = "llm_train_bench/settings/flags.py", "llm_train_bench/results/m
 # For a family, a flag and a metric: the file, the place, and the text to insert before it.
 INSERTIONS = [
     ("model/families.py", '    "mistral": Family(',
-     '    "newcomer": Family(LLAMA | dict(max_position_embeddings=64), dict(qk_norm=True)),\n'),
-    ("model/hf.py", '    gpt2="GPT2LMHeadModel"', '    newcomer="Qwen3ForCausalLM",\n'),
+     '    "arcee": Family(BIASES | dict(hidden_act="relu2", rms_norm_eps=1e-5,\n'
+     "        max_position_embeddings=4096), dict(gated_mlp=False)),\n"),
+    ("model/hf_names.py", '    "mixtral": BLOCK', '    "arcee": {"mlp.up": "mlp.up_proj"},\n'),
     (FLAGS, "    grad_clip: float = flag(",
      "    lr_power: float = flag(1.0, LEARNT, above=0, at_most=2)\n"),
     (FLAGS, "    grad_clip: Largest", "    lr_power: A new flag [no unit].\n"),
@@ -65,16 +66,18 @@ def test_add_a_family_a_flag_and_a_metric(tree):
         text = (tree / path).read_text(encoding="utf-8")
         assert text.count(place) == 1, place
         (tree / path).write_text(text.replace(place, inserted + place), encoding="utf-8")
-    (tree / "new.json").write_text(json.dumps(LLAMA | dict(model_type="newcomer")))
+    for path in ("new.json", "tests/configs/arcee.json"):
+        (tree / path).write_text(json.dumps(LLAMA | dict(model_type="arcee")))
+    run(tree, *words("-m pytest -q -p no:cacheprovider tests/test_parity.py -k arcee"))
     argv = [*TRAIN, "--n-steps", 3]
     out = run(tree, *argv, "--lr-power", 0.5, "--export", "--run-name", "new").stdout
     result = result_of(tree / "runs/new")
     rate = result["metrics"]["tokens_per_sec"]
     assert result["metrics"]["tokens_per_minute"] == pytest.approx(60 * rate)
     assert f"{60 * rate:,.0f}" in next(x for x in out.splitlines() if "tokens a minute" in x)
-    assert result["args"]["lr_power"] == 0.5 and result["model"]["shape"]["qk_norm"] is True
+    assert result["args"]["lr_power"] == 0.5 and result["model"]["shape"]["gated_mlp"] is False
     exported = json.loads((tree / "runs/new/export/config.json").read_text())
-    assert exported["architectures"] == ["Qwen3ForCausalLM"]
+    assert exported["architectures"] == ["ArceeForCausalLM"]
     # Help, bounds, comparison, TensorBoard and a sweep's columns follow by themselves.
     assert "--lr-power X" in run(tree, "train.py", "--help", "all").stdout
     refused = run(tree, *argv, "--lr-power", 3, code=2).stderr

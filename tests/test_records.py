@@ -42,7 +42,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import devices
-from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import own_runs
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.compare.save_runs import save_runs
@@ -55,7 +54,7 @@ from llm_train_bench.results.figures import matmul_work
 from llm_train_bench.results.schema import Lineage, Result
 from llm_train_bench.run.provenance import open_result
 from tests import conftest
-from tests.helpers import FAMILIES, ROOT, config, plan_of, run_train, words
+from tests.helpers import FAMILIES, ROOT, changed, config, plan_of, records_of, run_train, words
 from tests.test_trace import TRACES, rank_trace
 
 RECORDS = ROOT / "tests/records"
@@ -282,7 +281,7 @@ def plan_figures(argv: list[str]) -> Any:
     plan = plan_of([model, *flags], script, int(ranks), config=family)
     work, sizes = plan.work, (plan.work.config, plan.work.batch.seq_len)
     flops = [flops_per_token(*sizes, causal, work.pass_type) for causal in (False, True)]
-    fp8 = mock.Mock(n_parameters=1e6, emulated=False) if work.fp8 else None
+    fp8 = mock.Mock(recipe=work.fp8.recipe, emulated=False) if work.fp8 else None
     on_h100 = mock.Mock(fp8=fp8, device=mock.Mock(roof_bf16_tflops=700.0, roof_fp8_tflops=1200.0))
     matmul_flops, ideal_s = matmul_work(on_h100, work)
     lineage = Lineage(id="", name="r", attempt=0, began=0.0, started=0.0)
@@ -309,8 +308,7 @@ def say_changes(argv: list[str]) -> None:
         try:
             configs = [parse_config(values, "x.json") for values in (keys_of(name), changed)]
             plain, ours = (vars(config) | list_layers(config) for config in configs)
-            apart = ("raw", "layers")
-            print({k: v for k, v in ours.items() if v != plain[k] and k not in apart})
+            print({k: v for k, v in ours.items() if v != plain[k] and k not in ("raw", "layers")})
         except ConfigError as error:
             print(error)
 
@@ -320,12 +318,9 @@ def show(argv: list[str]) -> None:
     path, *changes = argv
 
     def table(*changes: str) -> list[str]:
-        content = json.loads(Path(path).read_text())
-        for change in changes:
-            name, _, value = change.partition("=")
-            *parts, last = name.split(".")
-            functools.reduce(dict.__getitem__, parts, content)[last] = json.loads(value)
-        result = Result.model_validate(content)
+        result = Result.model_validate(
+            changed(json.loads(Path(path).read_text()), " ".join(changes))
+        )
         with contextlib.redirect_stdout(io.StringIO()) as said:
             print_result(result)
             for name in ("invalid", "peak_memory", "power_limit_w"):
@@ -339,7 +334,7 @@ def show(argv: list[str]) -> None:
 def read_figures(argv: list[str]) -> Any:
     """What is read from a file, with these facts of --log."""
     path, *facts = argv
-    return read_records([path], print, log_facts(facts, None))
+    return records_of(path, facts=log_facts(facts, None))
 
 
 DATA = {

@@ -12,15 +12,14 @@ import pytest
 import check
 import compare
 from llm_train_bench.base import files
-from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import unusable
 from llm_train_bench.compare.read_results import records_of_file
-from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.compare.run_files import MOST_BYTES
 from llm_train_bench.compare.setting import identity
 from llm_train_bench.settings import flags
 from llm_train_bench.settings.command_line import parse_args
-from tests.helpers import ROOT, cases, changed, python, train_main, trained, words
+from tests import helpers
+from tests.helpers import ROOT, cases, changed, records_of, result_of, words
 
 SHARED = ROOT / "results/h200-sxm/llm-train-bench/gpt2-125m-bf16-20261127.json"
 FP8 = ROOT / "results/h200-sxm/llm-train-bench/llama-8b-proxy-fp8-20261127.json"
@@ -104,7 +103,7 @@ sys.modules["torch"] = None
 import check
 sys.exit(check.main(["--verify", {str(SHARED)!r}, "--json"]))
 """
-    (row,) = json.loads(python(["-c", code]).stdout)
+    (row,) = json.loads(helpers.python(["-c", code]).stdout)
     assert row["wrong"] == []
     assert row["setting"].startswith("H200 SXM x 1: gpt2-125m, train.py, T 1024")
 
@@ -135,7 +134,7 @@ def test_nothing_private_leaves_the_machine(tmp_path, capsys):
     fields |= dict.fromkeys(("writer__host", "environment__hostname"), SECRETS["host"])
     paths = words("args__output_dir args__save_dir args__val_data model__path")
     fields |= dict.fromkeys(paths, home)
-    content = changed(json.loads((RUN / "result.json").read_text()), **fields)
+    content = changed(result_of(RUN), **fields)
     content["notes"] = [every]
     content["command"] += list(SECRETS.values())
     content["args"] |= {every: 1, "track": ["wandb"], "wandb_key": SECRETS["hex"]}
@@ -165,7 +164,7 @@ def test_nothing_private_leaves_the_machine(tmp_path, capsys):
     assert cleaned["model"]["hash"] == content["model"]["hash"]
     assert cleaned["environment"]["libraries"]["torch"] == "2.11.0"
     # It is a repeat of the run that it was made from, and says so to the gate.
-    both = [read_records([str(path)], print, LogFacts())[0] for path in (run, saved)]
+    both = [records_of(path)[0] for path in (run, saved)]
     assert identity(both[0]) == identity(both[1]) and both[0].conditions == both[1].conditions
     assert check.main(["--verify", str(saved)]) == 0
 
@@ -182,17 +181,17 @@ def test_a_data_file_is_told_apart_without_its_name(tmp_path):
 
 
 def test_a_meters_own_words_are_digests(tmp_path):
-    content = json.loads((ROOT / "tests/sample/plain/result.json").read_text())
+    content = result_of(ROOT / "tests/sample/plain")
     content |= {
         "entrypoint": "alice.py",
         "args": {"node": "gpu17", "user": "jdoe", "pw_of": "hunter2", "at": "10.20.30.40",
                  "optimizer": "adamw", "n_steps": 3, "optim.lr": 1},
     }  # fmt: skip
     (tmp_path / "result.json").write_text(json.dumps(content))
-    (run,) = read_records([str(tmp_path)], print, LogFacts())
+    (run,) = records_of(tmp_path)
     compare.main([str(tmp_path), "--save", str(tmp_path / "s.json")])
     text = (tmp_path / "s.json").read_text()
-    (saved,) = read_records([str(tmp_path / "s.json")], print, LogFacts())
+    (saved,) = records_of(tmp_path / "s.json")
     assert not any(word in text for word in ("gpu17", "jdoe", "alice", "hunter2", "10.20"))
     assert '"adamw"' in text
     assert identity(run) == identity(saved)
@@ -218,7 +217,7 @@ def test_first_layers_repeat_the_earlier_file_of_so_many(told, tmp_path):
 
 def trial(path: Path, name: str, changes="", **facts) -> Path:
     """The H200's run with changes, and with other facts by `part__field`; its place."""
-    content = changed(json.loads((RUN / "result.json").read_text()), changes, **facts)
+    content = changed(result_of(RUN), changes, **facts)
     content["lineage"]["id"] = hashlib.sha256(name.encode()).hexdigest()[:12]
     (path / name).mkdir(parents=True)
     (path / name / "result.json").write_text(json.dumps(content))
@@ -227,7 +226,7 @@ def trial(path: Path, name: str, changes="", **facts) -> Path:
 
 
 def id_of(path: Path) -> str:
-    (record,) = read_records([str(path)], print, LogFacts())
+    (record,) = records_of(path)
     return identity(record)
 
 
@@ -244,7 +243,7 @@ def test_flags_come_and_go(tmp_path, monkeypatch, output_of, refused):
     assert id_of(plain) == id_of(trial(tmp_path, "written", args__old_output=3))
     assert "| old-way " in output_of(compare.main, plain, on)
     message = "had --old-way True, and this version has no such flag; delete old_way from a copy"
-    refused(train_main, message, "--from", on / "result.json", "--output-dir", tmp_path)
+    refused(helpers.train_main, message, "--from", on / "result.json", "--output-dir", tmp_path)
     # --verify says what it cannot compute any more.
     output_of(compare.main, on, "--save", tmp_path / "on.json")
     told = output_of(check.main, "--verify", tmp_path / "on.json")
@@ -260,7 +259,7 @@ def test_values_come_and_go(tmp_path, refused):
     assert id_of(plain) == id_of(former) != id_of(on)
     assert id_of(gone) not in (id_of(plain), id_of(on))
     message = "--bf16-weights stochastic, and this version has no such value"
-    refused(train_main, message, "--from", gone / "result.json")
+    refused(helpers.train_main, message, "--from", gone / "result.json")
     assert not parse_args(["--from", str(former / "result.json")], "train.py").bf16_weights
     assert compare.main(words(former, "--save", tmp_path / "former.json")) == 0
     assert id_of(tmp_path / "former.json") == id_of(plain)
@@ -307,6 +306,17 @@ def test_a_pipe_in_the_place_of_steps_does_not_block(tmp_path):
 # --- two writers -----------------------------------------------------------------------------------
 
 
+FORKED = multiprocessing.get_context("fork")
+
+
+def begun(target, arguments: list[tuple]) -> list:
+    """Processes that are at work, each with its arguments."""
+    writers = [FORKED.Process(target=target, args=args) for args in arguments]
+    for writer in writers:
+        writer.start()
+    return writers
+
+
 def save_one(number: int, folder: Path, barrier) -> None:
     barrier.wait()
     os._exit(compare.main([str(folder / f"r{number}"), "--save", str(folder / "all.json")]))
@@ -314,14 +324,12 @@ def save_one(number: int, folder: Path, barrier) -> None:
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path):
     """Six processes save a setting each into one file; a user's file of a like name stays."""
-    n, context = 6, multiprocessing.get_context("fork")
+    n = 6
     for i in range(n):
         trial(tmp_path, f"r{i}", args__grad_clip=1.0 + i)
     (tmp_path / "all.new").write_text("mine")
-    barrier = context.Barrier(n)
-    writers = [context.Process(target=save_one, args=(i, tmp_path, barrier)) for i in range(n)]
-    for writer in writers:
-        writer.start()
+    barrier = FORKED.Barrier(n)
+    writers = begun(save_one, [(i, tmp_path, barrier) for i in range(n)])
     for writer in writers:
         writer.join(120)
     assert [writer.exitcode for writer in writers] == [0] * n
@@ -336,13 +344,9 @@ def write_again(path: Path, text: str) -> None:
 
 
 def test_a_reader_sees_one_of_two_writers_whole(tmp_path):
-    path, context = tmp_path / "x.json", multiprocessing.get_context("fork")
-    texts = ["a" * 200_000, "b" * 100_000]
+    path, texts, seen = tmp_path / "x.json", ["a" * 200_000, "b" * 100_000], set()
     files.write_whole(path, texts[0])
-    writers = [context.Process(target=write_again, args=(path, text)) for text in texts]
-    for writer in writers:
-        writer.start()
-    seen = set()
+    writers = begun(write_again, [(path, text) for text in texts])
     while any(writer.is_alive() for writer in writers):
         seen.add(path.read_text())
     assert seen <= set(texts) and [p.name for p in tmp_path.iterdir()] == ["x.json"]
@@ -425,8 +429,7 @@ def test_copies_of_runs_do_not_count_again(tmp_path, output_of):
     old = [trial(tmp_path, f"old{i}", metrics__goodput=i / 8) for i in range(2)]
     assert compare.main(words(old, "--save", base)) == 0
     copies = [shutil.copy(base, tmp_path / f"copy{i}.json") for i in range(2)]
-    n_records = [len(read_records(map(str, c), print, LogFacts())) for c in (copies, copies[:1])]
-    assert n_records[0] == n_records[1]
+    assert len(records_of(*copies)) == len(records_of(copies[0]))
     for i in range(3):
         slow = 1.1 + i / 1000
         rates = (f"metrics.tokens_per_sec{of}*={1 / slow}" for of in ("", "_per_gpu"))
@@ -453,7 +456,7 @@ def test_a_file_among_the_runs_is_not_saved_into_itself(tmp_path, refused):
 
 def test_a_real_run_is_saved_compared_judged_and_verified(tmp_path, capsys):
     flags_of_it = "--from configs/workloads/v1/gpt2-tiny-fp32.yaml --n-steps 6 --warmup-steps 2"
-    trained(tmp_path / "runs", words(flags_of_it), "--run-name here")
+    helpers.trained(tmp_path / "runs", words(flags_of_it), "--run-name here")
     path = tmp_path / "saved.json"
     code = compare.main(words(tmp_path / "runs", "--save", path))
     said = capsys.readouterr().out

@@ -70,7 +70,7 @@ def test_no_two_things_share_a_name():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
                 places[node.name].add(path)
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef) and path.name != "plan.py":  # its steps
                 arguments = [*node.args.args, *node.args.kwonlyargs]
                 taken = {ast.unparse(a.annotation) for a in arguments if a.annotation}
                 takers += [node.name] * bool(taken & {"Args", "Checked", "EstimateArgs", "Plan"})

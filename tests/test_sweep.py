@@ -1,6 +1,5 @@
 """sweep.py: the experiment file, runs that fail, being killed and going on, the table."""
 
-import copy
 import csv
 import json
 import os
@@ -17,9 +16,7 @@ import sweep
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.machine import cpu_name
-from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.ratios import Prices, compare
-from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.compare.report import runs_table
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.sweep import all_runs, cell_runs, grid, tune
@@ -30,7 +27,7 @@ from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import Cell, differences, make_cells, work_on
 from llm_train_bench.sweep.rows_as_records import records_of_rows
 from tests import fuzz
-from tests.helpers import ROOT, cases, words
+from tests.helpers import ROOT, cases, changed, records_of, result_of, words
 from tests.processes import Started, wait_until
 
 MODEL = "configs/gpt2-tiny.json"
@@ -184,7 +181,7 @@ def test_a_killed_run_says_so(tmp_path):
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "failed: killed by SIGKILL" in text
     # Its row and what it left count once.
-    (record,) = read_records([str(tmp_path)], print, LogFacts())
+    (record,) = records_of(tmp_path)
     assert record.invalid == ["status killed"]
 
 
@@ -341,17 +338,16 @@ def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
 
 def rows_with_results(folder) -> list:
     """Three runs each of two settings that are 3 % apart, with a CV of 1 %; and one that left nothing."""
-    plain, rows = json.loads((ROOT / "tests/sample/plain/result.json").read_text()), []
+    plain, rows = result_of(RESULT), []
     for bsz, rate in ((1, 1000.0), (2, 1030.0)):
         for i, noise in enumerate((0.99, 1.0, 1.01)):
-            r, seconds = copy.deepcopy(plain), 128 / rate / noise
-            r["step_times_s"] = [seconds * (1 + k % 3 / 1000) for k in range(30)]
-            times, name = r["step_times_s"], f"m-{bsz}-{i}"
-            total = 128 * len(times) / sum(times)
-            r["args"]["bsz"], r["run_name"] = bsz, name
-            r["metrics"] |= dict(tokens_per_sec=total, tokens_per_sec_per_gpu=total)
-            (folder / "runs" / name).mkdir(parents=True)
+            seconds, name = 128 / rate / noise, f"m-{bsz}-{i}"
+            times = [seconds * (1 + k % 3 / 1000) for k in range(30)]
+            r = changed(plain, args__bsz=bsz, run_name=name, step_times_s=times)
+            for metric in ("tokens_per_sec", "tokens_per_sec_per_gpu"):
+                r["metrics"][metric] = 128 * len(times) / sum(times)
             path = folder / "runs" / name / "result.json"
+            path.parent.mkdir(parents=True)
             path.write_text(json.dumps(r))
             row = {"key": name, "model": "gpt2-tiny", "status": "ok", "axes": {"bsz": bsz}}
             rows.append(row | {"result": str(path), "seq_len": 32})
@@ -364,7 +360,7 @@ def test_a_sweep_has_the_verdicts_of_compare(tmp_path):
     """What compare.py tells apart is not tied here; what left no result is a row beside the others."""
     rows = rows_with_results(tmp_path)
     here = compare(records_of_rows(rows), Prices({}, {}), None)
-    there = compare(read_records([str(tmp_path)], print, LogFacts()), Prices({}, {}), None)
+    there = compare(records_of(tmp_path), Prices({}, {}), None)
     ours, theirs = ([(r.ratio, r.answer, r.verdict) for r in rows] for rows in (here[:2], there))
     assert ours == theirs
     first, *_, last = runs_table(here)

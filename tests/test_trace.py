@@ -3,10 +3,8 @@
 import gzip
 import itertools
 import json
-import math
 import shutil
 
-import numpy as np
 import pytest
 
 import trace_report
@@ -84,56 +82,6 @@ def test_sweep_by_hand():
 )  # fmt: skip
 def test_flops_of_recorded_shapes(dims, name, flops):
     assert matmul_flops_of(dims, name) == flops
-
-
-def rasterized(trace, begin: float, end: float) -> dict[str, float]:
-    """Time [us] with computation, exposed communication, exposed copies, none: by marking a grid."""
-    grid = 50  # per microsecond: between kernels there is often less than half of one
-    n = math.ceil(grid * (end - begin))
-    busy = {kind: np.zeros(n, bool) for kind in ("compute", "communication", "copies")}
-    for span in trace.gpu:
-        kind = kernel_class(span.name)
-        kind = kind if kind in busy else "compute"
-        a, b = max(span.start, begin) - begin, min(span.end, end) - begin
-        busy[kind][round(grid * a) : max(0, round(grid * b))] = True
-    compute, communication, copies = busy.values()
-    busy |= {
-        "communication": communication & ~compute,
-        "copies": copies & ~compute & ~communication,
-        "idle": ~compute & ~communication & ~copies,
-        "hidden": communication & compute,
-    }
-    return {kind: marks.sum() / grid for kind, marks in busy.items()}
-
-
-@pytest.mark.parametrize("name", ["cuda_h100_training", "rocm_mi300x_ddp"])
-def test_recorded_steps_add_up(name):
-    """The classes add up to the step, and agree with a count that does not use the sweep."""
-    trace = read_trace(TRACES / f"{name}.json.gz")
-    b = break_down(trace)
-    assert sum(b.classes_s.values()) == pytest.approx(b.step_time_s, rel=1e-6)
-    end = max(max(s.end for s in trace.gpu), trace.steps[-1].end)
-    begin = end - b.step_time_s * 1e6
-    other = rasterized(trace, begin, end)
-    step = b.step_time_s * 1e6
-    compute = sum(v for k, v in b.classes_s.items() if k not in ("communication", "copies", "idle"))
-    ours = b.classes_s | {"compute": compute, "hidden": b.communication_overlapped_s}
-    for kind, theirs in other.items():
-        assert 1e6 * ours[kind] == pytest.approx(theirs, abs=0.01 * step), kind
-
-
-def test_what_the_recorded_steps_were():
-    """What else they were is in tests/records/trace.txt."""
-    b = break_down(read_trace(TRACES / "cuda_h100_training.json.gz"))
-    assert {"matmul bf16", "matmul fp8", "attention", "loss", "optimizer"} <= set(b.classes_s)
-    assert 600 < b.matmul_tflops < 1200  # from recorded shapes; bf16 and FP8 on an H100
-    assert 0 < b.host_gaps.longest_s <= b.host_gaps.time_s < b.classes_s["idle"]
-    b = break_down(read_trace(TRACES / "rocm_mi300x_ddp.json.gz"))
-    assert b.classes_s["communication"] > 0.5 * b.step_time_s  # so its authors say
-    block = break_down(read_trace(TRACES / "rocm_mi300x_llama_block.json.gz"))
-    assert set(block.classes_s) == {"matmul bf16", "attention", "elementwise", "idle"}
-    assert sum(k.calls for k in block.kernels if k.kind == "matmul bf16") == 7
-    assert 300 < block.matmul_tflops < 700
 
 
 def breakdown_of(path, kernels, launches=(), host=(), **options):
@@ -255,22 +203,17 @@ def rank_trace(directory, rank, late, calls=3, n_steps=1):
     write_trace(directory / f"r{9 - rank}.json", events, distributedInfo=whom)
 
 
-def test_the_straggler_is_named_with_what_others_wait_for_it(tmp_path, output_of, refused):
-    """Rank 1 computes 2 ms longer, rank 2 half: 0 waits 2 ms a call for rank 1, and 2 waits 1.5."""
+def test_the_straggler_causes_what_others_wait(tmp_path, output_of, refused):
+    """Rank 1 computes 2 ms longer, rank 2 half: 0 waits 2 ms a call for rank 1, and 2 waits 1.5.
+
+    The table of such ranks, and ranks that recorded less, are in tests/records/trace.txt.
+    """
     for rank, late in ((0, 0), (1, 2000), (2, 500)):
         rank_trace(tmp_path, rank, late)
-    out = output_of(trace_report.main, tmp_path)
-    assert "rank 1 is the straggler: others wait for it 10.500 ms a step, 100% of all" in out
-    lines = [[c.strip() for c in line.split("|")] for line in out.splitlines() if "|" in line]
-    rows = {line[1]: line for line in lines}
-    # step, computes, exposed, hidden, idle, waits, waited for
-    assert rows["1"][2:9] == ["15.000", "9.000", "6.000", "0.000", "0.000", "0.000", "10.500"]
-    assert rows["0"][7] == "6.000" and rows["2"][7] == "4.500"
-    assert rows["all_reduce"][2:6] == ["3", "9.500", "9.500", "3.500"]
     content = json.loads(output_of(trace_report.main, tmp_path, "--json"))
-    assert content["waiting"][0] == {"rank": 0, "for": 1, "seconds": pytest.approx(0.006)}
-    rank_trace(tmp_path, 2, 0, calls=2)  # a rank that recorded less
-    assert "3 collectives are not matched" in output_of(trace_report.main, tmp_path)
+    assert [(w["rank"], w["for"], w["seconds"]) for w in content["waiting"]] == [
+        (0, 1, pytest.approx(0.006)), (2, 1, pytest.approx(0.0045)),
+    ]  # fmt: skip
     shutil.copy(tmp_path / "r9.json", tmp_path / "r0.json")
     refused(trace_report.main, "rank 0 has 2 traces (r0.json, r9.json)", tmp_path)
 

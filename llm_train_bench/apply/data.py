@@ -4,9 +4,7 @@ Sample s is the same whatever the number of ranks, accumulation steps or workers
 a run that continues at step k asks for the samples of step k.
 """
 
-import contextlib
 import itertools
-import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -36,10 +34,8 @@ class SyntheticTokens:
     global_batch = 1
 
     def __init__(self, vocab_size: int, bsz: int, seq_len: int, seed: int, device: torch.device):
-        self.vocab_size, self.bsz, self.seed = vocab_size, bsz, seed
-        self.row = torch.arange(bsz, device=device)[:, None] * (seq_len + 1)
-        self.column = torch.arange(seq_len + 1, device=device)
-        self.stride = seq_len + 1
+        self.vocab_size, self.bsz, self.seed, self.stride = vocab_size, bsz, seed, seq_len + 1
+        self.places = torch.arange(bsz * self.stride, device=device).view(bsz, -1)
 
     def micro_batches(self, plan: range) -> Iterator[Tensor]:
         """(bsz, seq_len + 1) int64 ids for each first sample of a plan, on the device.
@@ -47,11 +43,11 @@ class SyntheticTokens:
         Several are made at once: launches for each small micro batch would cost a few percent of a
         step.
         """
-        n = max(1, self.AHEAD // (self.row.shape[0] * self.stride))
+        n = max(1, self.AHEAD // self.places.numel())
         for start in range(0, len(plan), n):
             part = plan[start : start + n]
-            firsts = torch.arange(part.start, part.stop, part.step, device=self.row.device)
-            counter = self.row + self.column + firsts[:, None, None] * self.stride
+            firsts = torch.arange(part.start, part.stop, part.step, device=self.places.device)
+            counter = self.places + firsts[:, None, None] * self.stride
             yield from hash_ids(counter, self.seed).remainder_(self.vocab_size)
 
 
@@ -177,13 +173,10 @@ def _loaded(loader: DataLoader) -> Iterator[Tensor]:
     except RuntimeError as error:
         if "DataLoader" not in str(error):
             raise
-        shared = ""
-        with contextlib.suppress(OSError):
-            free = shutil.disk_usage("/dev/shm").free / 2**20
-            shared = f"; /dev/shm, the shared memory, has {free:.0f} MiB free"
         raise UsageError(
             f"--n-workers {loader.num_workers}: no data from them in {WORKER_TIMEOUT_S:g} s or one died "
-            f"({str(error).splitlines()[0]}){shared}; give it more (docker run --shm-size 8g), or use 0"
+            f"({str(error).splitlines()[0]}); give /dev/shm more memory (docker run --shm-size 8g), or "
+            "use 0"
         ) from None
 
 

@@ -49,8 +49,7 @@ def _chosen_kernel(work: Work, device: torch.device) -> str | None:
     q, k, v = _inputs(work, min(work.batch.seq_len, 512), device)
     dropout, gqa = work.config.attention_dropout, q.shape != k.shape
     with contextlib.suppress(RuntimeError, AttributeError, KeyError, TypeError):
-        choose = torch.ops.aten._fused_sdp_choice
-        number = choose(q, k, v, None, dropout, True, enable_gqa=gqa)
+        number = torch.ops.aten._fused_sdp_choice(q, k, v, None, dropout, True, enable_gqa=gqa)
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}[number]
     return None
 

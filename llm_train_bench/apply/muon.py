@@ -6,6 +6,7 @@ each part of a fused layer. Where ranks divide a matrix, one has all of it for t
 """
 
 import math
+from collections import defaultdict
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,10 +41,10 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Owned(NamedTuple):
-    """What one rank has whole for the iteration: a parameter, or the part of one expert."""
+    """What one rank has whole for the iteration: a parameter (expert 0), or the part of one expert."""
 
     weight: Weight
-    expert: int | None
+    expert: int
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,7 +62,7 @@ class Piece(NamedTuple):
 
     of: Owned
     shard: Shard
-    number: int | None
+    number: int
 
 
 class Muon(torch.optim.AdamW):
@@ -113,7 +114,7 @@ class Exchange:
             dist.all_gather_object(by_rank, own, group=self.group)
         every = {piece.of for rank in by_rank for piece in rank}
         owners, work = {}, [0] * self.ranks
-        for owned in sorted(every, key=lambda o: (-o.flops, o.weight.name, o.expert or 0)):
+        for owned in sorted(every, key=lambda o: (-o.flops, o.weight.name, o.expert)):
             owners[owned] = work.index(min(work))
             work[owners[owned]] += owned.flops
         self.owned = [owned for owned, rank in owners.items() if rank == self.rank]
@@ -130,9 +131,8 @@ class Exchange:
         if not updates:
             return
         device = next(iter(updates.values())).device
-        views = []
-        for (weight, _), _, number in self.own:
-            views.append(updates[weight] if number is None else updates[weight][number])
+        stacks = {w: update if update.ndim == 3 else update[None] for w, update in updates.items()}
+        views = [stacks[piece.of.weight][piece.number] for piece in self.own]
         flat = torch.cat([view.reshape(-1) for view in views] or [torch.empty(0, device=device)])
         arrived = self.moved(flat, self.received, self.sent)
         whole = {owned: arrived.new_empty(owned.shape) for owned in self.owned}
@@ -140,12 +140,10 @@ class Exchange:
         numbers = arrived.split([place.numel() for place in places])
         for place, values in zip(places, numbers, strict=True):
             place.copy_(values.view(place.shape))
-        alike: dict[tuple[int, int], list[Tensor]] = {}
+        alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for owned, rows in whole.items():
             for matrix in fused_matrices(owned.weight, rows):
-                alike.setdefault((matrix.shape[0] * matrix.shape[1], matrix.shape[2]), []).append(
-                    matrix
-                )
+                alike[matrix.shape[0] * matrix.shape[1], matrix.shape[2]].append(matrix)
         for size, same in alike.items():
             made = orthogonal(torch.stack([matrix.flatten(0, 1) for matrix in same]))
             for matrix, values in zip(same, made * (0.2 * math.sqrt(max(size))), strict=True):
@@ -176,7 +174,6 @@ def pieces(layout: Layout, weight: Weight, parameter: Any) -> list[Piece]:
     local, (offsets, sizes), _, _ = shard_of_whole(weight, layout, parameter)
     if not local.numel():
         return []
+    first, number = (offsets[0], sizes[0]) if weight.of_experts else (0, 1)
     shard = Shard(offsets[-2:], sizes[-2:])
-    if not weight.of_experts:
-        return [Piece(Owned(weight, None), shard, None)]
-    return [Piece(Owned(weight, offsets[0] + i), shard, i) for i in range(sizes[0])]
+    return [Piece(Owned(weight, first + i), shard, i) for i in range(number)]

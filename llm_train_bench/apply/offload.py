@@ -5,8 +5,8 @@ In backward the copies of a block come back while the block after it computes. P
 for each copy in both directions.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,36 +60,64 @@ class StreamCopies(Copies):
         return x
 
 
-class _Place(NamedTuple):
-    """Where a saved tensor went: a pass through a block, its number there, and its shape."""
+class _Pass:
+    """What one pass through a block saves: on the host, and on the device while backward uses it."""
 
-    kept: "_Kept"
-    number: int
-    shape: torch.Size
-
-
-class _Kept:
-    """What one pass through a block saved, and the pass before it."""
-
-    def __init__(self, before: "_Kept | None"):
-        self.before, self.hosts, self.coming = before, [], []
+    def __init__(self, offload: "ActivationOffload"):
+        self.offload, self.before, self.copies = offload, offload.last, offload.copies
+        self.hosts: list[Any] = []
         self.uses: list[int] = []  # how often each has still to be unpacked
+        self.coming: dict[int, Any] | None = None
         # By a tensor's place in memory, which it must hold until the forward of the block has ended.
         self.known: dict[tuple, tuple[int, Tensor]] = {}
 
-    def fetch(self, copies: Copies) -> None:
-        """Begin to bring all back, unless that has begun."""
-        if not self.coming:
-            self.coming = [copies.back(host) for host in self.hosts]
+    def pack(self, x: Tensor) -> Tensor | tuple[int, torch.Size]:
+        """The number and the shape of a saved tensor, which is copied out; itself if it stays anyway."""
+        if not self.offload.leaves(x):
+            return x
+        taken["activations"] = "offloaded"
+        flat = x.view(-1) if x.is_contiguous() else x
+        key = x.data_ptr(), flat.size(), flat.stride(), x._version
+        if key not in self.known:  # several operators save one, perhaps in other shapes
+            self.known[key] = len(self.hosts), x
+            self.hosts.append(self.copies.out(flat))
+            self.uses.append(0)
+        number = self.known[key][0]
+        self.uses[number] += 1
+        return number, x.size()
+
+    def fetch(self) -> dict[int, Any]:
+        """Begin to bring all back, unless that has begun; what is on its way, by number."""
+        if self.coming is None:
+            self.coming = dict(enumerate(map(self.copies.back, self.hosts)))
+        return self.coming
+
+    def unpack(self, place: Tensor | tuple[int, torch.Size]) -> Tensor:
+        """The tensor again; the pass before begins to come back."""
+        if isinstance(place, Tensor):
+            return place
+        number, shape = place
+        coming = self.fetch()
+        if self.before is not None:
+            self.before.fetch()
+        self.offload.last = None  # the next forward begins a new chain
+        if number not in coming:  # a backward may ask again for what it has had
+            coming[number] = self.copies.back(self.hosts[number])
+        x = self.copies.arrived(coming[number])
+        self.uses[number] -= 1
+        if self.uses[number] <= 0:
+            del coming[number]
+        return x.view(shape) if x.is_contiguous() else x
 
 
 class ActivationOffload:
     """Hooks on what blocks save for their backward. Backward takes the passes in reverse order."""
 
-    def __init__(self, copies: Copies, shapes: Iterable[Sequence[int]]):
-        """`shapes` are those of weights, which stay; also as copies in a low precision."""
-        self.copies, self.shapes = copies, {tuple(sorted(shape)) for shape in shapes}
-        self.last: _Kept | None = None
+    def __init__(self, copies: Copies, model: Transformer):
+        self.copies = copies
+        self.last: _Pass | None = None
+        # Weights stay; also as copies in a low precision.
+        self.shapes = {tuple(sorted(weight.shape)) for weight in model.blocks.parameters()}
 
     def wrap(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A block's forward whose saved tensors go to the host."""
@@ -97,10 +125,10 @@ class ActivationOffload:
         def offloading(*args) -> Tensor:
             if not torch.is_grad_enabled():
                 return forward(*args)
-            kept = self.last = _Kept(self.last)
-            with saved_tensors_hooks(lambda x: self.pack(x, kept), self.unpack):
+            now = self.last = _Pass(self)
+            with saved_tensors_hooks(now.pack, now.unpack):
                 y = forward(*args)
-            kept.known.clear()
+            now.known.clear()
             return y
 
         return offloading
@@ -112,39 +140,6 @@ class ActivationOffload:
         overlaps = any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
         return x.is_floating_point() and x.ndim > 1 and not weight and not overlaps
 
-    def pack(self, x: Tensor, kept: _Kept) -> Tensor | _Place:
-        """A tensor that a block saves: copied out, unless it stays anyway."""
-        if not self.leaves(x):
-            return x
-        taken["activations"] = "offloaded"
-        flat = x.view(-1) if x.is_contiguous() else x
-        key = x.data_ptr(), flat.size(), flat.stride(), x._version
-        if key not in kept.known:  # several operators save one, perhaps in other shapes
-            kept.known[key] = len(kept.hosts), x
-            kept.hosts.append(self.copies.out(flat))
-            kept.uses.append(0)
-        number = kept.known[key][0]
-        kept.uses[number] += 1
-        return _Place(kept, number, x.size())
-
-    def unpack(self, place: Tensor | _Place) -> Tensor:
-        """The tensor again; the pass before begins to come back."""
-        if isinstance(place, Tensor):
-            return place
-        kept = place.kept
-        kept.fetch(self.copies)
-        if kept.before is not None:
-            kept.before.fetch(self.copies)
-        self.last = None  # the next forward begins a new chain
-        n = place.number
-        x = self.copies.arrived(
-            kept.coming[n] if kept.coming[n] is not None else self.copies.back(kept.hosts[n])
-        )
-        kept.uses[n] -= 1
-        if not kept.uses[n]:
-            kept.coming[n] = None
-        return x.view(place.shape) if x.is_contiguous() else x
-
 
 def apply_offload(
     model: Transformer, offload: bool, device: torch.device, copies: Copies | None = None
@@ -153,6 +148,6 @@ def apply_offload(
     if not offload:
         return
     copies = copies or (StreamCopies() if device.type == "cuda" else Copies())
-    hooks = ActivationOffload(copies, [weight.shape for weight in model.blocks.parameters()])
+    hooks = ActivationOffload(copies, model)
     for block in model.blocks.values():
         block.forward = hooks.wrap(block.forward)

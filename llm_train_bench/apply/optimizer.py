@@ -45,19 +45,25 @@ def learning_rate(step: int, flags: OptimizerFlags, n_steps: int) -> float:
     return lowest + 0.5 * (flags.lr - lowest) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """This rank's shards of the gradients that the parameters have."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [grad.to_local() if is_sharded(grad) else grad for grad in grads]
+
+
 def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     """The norm of all gradients, whole; those that FSDP divided are of one mesh.
 
     It is in fp32, also of gradients in bf16. PyTorch's function makes a chain of kernels for each sharded
     gradient.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = local_gradients(parameters)
     if not grads:
         return torch.zeros(())
-    parts = [g.to_local() if is_sharded(g) else g for g in grads]
-    norms = torch.ops.aten._foreach_norm(parts, 2, torch.float32)
+    norms = torch.ops.aten._foreach_norm(grads, 2, torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    if not is_sharded(first := grads[0]):
+    first = parameters[0]
+    if not is_sharded(first):
         return norm
     # Of two dimensions the first holds replicas, whose gradients are the same. With --cpu-offload the sum
     # stays on the CPU: the fused optimizer would not wait for a factor that comes from the GPU.
@@ -76,7 +82,7 @@ def optimizer_step(
 ) -> Tensor:
     """Clip gradients to `max_norm` (0: leave them) and step; returns their norm, without a sync.
 
-    `gradients` completes, measures and clips those of ranks that share a batch (a layout's).
+    `gradients` completes and measures those of ranks that share a batch (a layout's).
 
     With a scaler the gradients come multiplied by its scale; the norm returned is without it, and
     not finite where fp16 overflowed.
@@ -93,10 +99,9 @@ def optimizer_step(
         optimizer.step()
         del optimizer.grad_scale
         return norm
-    if max_norm and gradients is not None:
-        gradients.clip(max_norm, norm)
-    elif max_norm:
-        # Scale and norm are on the device. Only a norm can be passed from there without a wait.
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm / scale)
+    if max_norm:
+        # PyTorch's function for this takes no gradients on several meshes.
+        factor = (max_norm / (norm / scale + 1e-6)).clamp(max=1.0)
+        torch.ops.aten._foreach_mul_(local_gradients(parameters), factor)
     optimizer.step()
     return norm if scaler is None else norm / scale

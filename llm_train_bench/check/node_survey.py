@@ -17,8 +17,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from llm_train_bench.base.errors import NotJoined, UsageError, one_line
 from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole
+from llm_train_bench.check.collective_rates import MIB, collective_rates
 from llm_train_bench.check.machine_check import failures_of
-from llm_train_bench.measure.collective_rates import MIB, collective_rates
 from llm_train_bench.measure.device import device_name, pick_device, synchronize
 from llm_train_bench.measure.matmul_rate import device_tflops
 from llm_train_bench.parallel.ranks import MEETING, Ranks, find_ranks, gather, join, leave, meet

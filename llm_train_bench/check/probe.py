@@ -14,10 +14,7 @@ import torch
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.machine import n_cores
 from llm_train_bench.check.findings import pcie_gb_per_s
-from llm_train_bench.measure.device import device_memory_gib, device_name, pick_device
-from llm_train_bench.measure.matmul_rate import heat
-from llm_train_bench.measure.power import PowerMeter
-from llm_train_bench.measure.rates import (
+from llm_train_bench.check.rates import (
     attention_rates,
     best_rates,
     copy_rates,
@@ -27,6 +24,9 @@ from llm_train_bench.measure.rates import (
     memory_rate,
     rate,
 )
+from llm_train_bench.measure.device import device_memory_gib, device_name, pick_device
+from llm_train_bench.measure.matmul_rate import heat
+from llm_train_bench.measure.power import PowerMeter
 
 SIDES = (4096, 8192)
 ATTENTION = (4, 32, 4096, 128)
@@ -47,7 +47,10 @@ def measure_rates(device: torch.device, seconds: float) -> dict[str, Any]:
     rates: dict[str, Any] = {}
     if cuda:
         medians = {
-            kind: [rate(make(n, n, n, "TN", device), 2 * n**3, seconds, device)[1] for n in SIDES]
+            kind: [
+                rate(make(n, n, n, "TN", device), 2 * n**3 / 1e12, seconds, device)[1]
+                for n in SIDES
+            ]
             for kind, make in formats_of(device).items()
         }
         best = best_rates(medians)

@@ -106,7 +106,7 @@ def discover(directory: Path) -> list[Path]:
     """Files below a directory that may hold a run; from our own runs only result.json."""
     candidates: list[Path] = []
     for here, directories, files in walk(directory):
-        if "lineage.json" in files:  # checkpoints
+        if "lineage.lock" in files:  # checkpoints
             directories.clear()
             continue
         if {"result.json", "steps.jsonl"} <= set(files):

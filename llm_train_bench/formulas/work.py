@@ -289,10 +289,8 @@ class Work:
     @property
     def casts_weights(self) -> bool:
         """Whether autocast copies weights to a low precision: whole ones, which are in fp32."""
-        return (
-            self.amp != "off"
-            and self.weight_bytes == (self.lora.base_bytes if self.lora else 4) == 4
-        )
+        base_bytes = self.lora.base_bytes if self.lora else 4
+        return self.amp != "off" and self.weight_bytes == 4 and base_bytes == 4
 
     @property
     def cpu_offload(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity
 from torch.profiler._utils import traverse_dfs
 
 from llm_train_bench.apply.sharded import is_sharded
@@ -129,10 +130,7 @@ class CpuMeter:
     start = None  # bytes from before the step are not on the list
 
     def __init__(self):
-        quiet_profiler()
-        self.profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        )
+        self.profiler = build_profiler(torch.device("cpu"), profile_memory=True)
         self.profiler.start()
 
     @staticmethod
@@ -158,9 +156,13 @@ class CpuMeter:
         return live - before if activations is None else activations, highest
 
 
-def quiet_profiler() -> None:
-    """Keep Kineto's own messages off the screen; it reads this when it is first used."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profile:
+    """PyTorch's profiler of host and device; without `acc_events` PyTorch warns."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or Kineto writes messages to the screen
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, acc_events=True, **options)
 
 
 class AllocatorRecord:

@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 
@@ -57,52 +57,50 @@ class PowerMeter:
 
     def begin(self) -> None:
         self.memory = [memory_now(self.device)]
-        if self.sensor is None:
-            return
         self.samples: list[Sample] = []
-        self.others = [self._ask(self.sensor.other_processes, self.family)]
-        self.counters = self._ask(self.sensor.throttle_counters) or (0.0, {})
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._take_samples, args=(self.sensor,), daemon=True)
-        self.thread.start()
+        self.others = [self._ask("other_processes", self.family)]
+        self.counters = self._ask("throttle_counters") or (0.0, {})
+        if self.sensor:
+            self.stop = threading.Event()
+            self.thread = threading.Thread(target=self._take_samples, daemon=True)
+            self.thread.start()
         self.start_s = time.perf_counter()
-        self.joules = self._ask(self.sensor.joules)
+        self.joules = self._ask("joules")
 
-    def _take_samples(self, sensor: GpuSensor) -> None:
+    def _take_samples(self) -> None:
         while not self.stop.wait(self.INTERVAL_S):
-            self.memory.append(self._ask(memory_now, self.device))
-            if (sample := self._ask(sensor.sample)) is not None:
-                self.samples.append(sample)
-                if len(self.samples) % self.PROCESS_INTERVAL == 0:
-                    self.others.append(self._ask(sensor.other_processes, self.family))
+            self.memory.append(memory_now(self.device))
+            self._take_sample()
+            if len(self.samples) % self.PROCESS_INTERVAL == 0:
+                self.others.append(self._ask("other_processes", self.family))
 
-    @staticmethod
-    def _ask(query: Callable, *args):
-        """A driver's answer; whatever goes wrong in one must not end the run."""
+    def _take_sample(self) -> None:
+        if (sample := self._ask("sample")) is not None:
+            self.samples.append(sample)
+
+    def _ask(self, query: str, *args):
+        """The sensor's answer; None without one, and whatever goes wrong must not end the run."""
         with contextlib.suppress(Exception):
-            return query(*args)
+            return getattr(self.sensor, query)(*args)
         return None
 
     def end(self, rank: int) -> DeviceUse:
         """The readings since begin()."""
         self.memory.append(memory_now(self.device))
-        memory_mean_gib = _mean([gib for gib in self.memory if gib is not None])
-        if self.sensor is None:
-            return DeviceUse(rank=rank, memory_mean_gib=memory_mean_gib)
-        now = self._ask(self.sensor.joules)
+        now = self._ask("joules")
         seconds = time.perf_counter() - self.start_s
-        if not self.samples and (sample := self._ask(self.sensor.sample)) is not None:
-            self.samples.append(sample)  # the window was shorter than the interval
+        if not self.samples:
+            self._take_sample()  # the window was shorter than the interval
         self.close()
         joules = None  # also where the counter did not move
-        if seconds < self.SHORTEST_S:
+        if self.sensor and seconds < self.SHORTEST_S:
             self.source = f"none: the window is shorter than {self.SHORTEST_S:g} s"
             self.counters = (0.0, {})
         elif now is not None and self.joules is not None and now > self.joules:
             joules = now - self.joules
-        self.others.append(self._ask(self.sensor.other_processes, self.family))
+        self.others.append(self._ask("other_processes", self.family))
         others = [n for n in self.others if n is not None]
-        power_limit, clock_limit = self._ask(self.sensor.limits) or (None, None)
+        power_limit, clock_limit = self._ask("limits") or (None, None)
 
         def sampled(field: str) -> list[float]:
             values = (getattr(sample, field) for sample in self.samples)
@@ -121,19 +119,19 @@ class PowerMeter:
             sm_clock_limit_mhz=clock_limit,
             memory_clock_mean_mhz=_mean(sampled("memory_clock_mhz")),
             temperature_max_c=max(sampled("temperature_c"), default=None),
-            memory_mean_gib=memory_mean_gib,
+            memory_mean_gib=_mean([gib for gib in self.memory if gib is not None]),
             n_samples=len(self.samples),
-            throttled=self._throttled(self.sensor),
+            throttled=self._throttled(),
             other_processes=max(others, default=None),
         )
 
-    def _throttled(self, sensor: GpuSensor) -> dict[str, float] | None:
+    def _throttled(self) -> dict[str, float] | None:
         """Fraction of the window for which each reason held the clocks down; None if unknown."""
         sampled = [s.reasons for s in self.samples if s.reasons is not None]
         counted = Counter(reason for reasons in sampled for reason in reasons)
         parts = {reason: n / len(sampled) for reason, n in counted.items()}
         begin, before = self.counters
-        end, after = self._ask(sensor.throttle_counters) or (0.0, {})
+        end, after = self._ask("throttle_counters") or (0.0, {})
         usable = {r for r in before if r in after and end > begin}
         for reason in usable:
             part = (after[reason] - before[reason]) / (end - begin)

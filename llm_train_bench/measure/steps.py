@@ -97,8 +97,6 @@ class StepLog:
 
     def watched(self, name: str) -> contextlib.AbstractContextManager:
         """The context of a part of a step for all watchers, the oldest first."""
-        if not self.watchers:
-            return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         for watcher in self.watchers:
             stack.enter_context(watcher(name))

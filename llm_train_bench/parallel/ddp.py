@@ -39,38 +39,32 @@ class Zero1(torch.optim.Optimizer):
         from torch.distributed.tensor import Shard, distribute_tensor
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.pairs: list[Any] = []  # of a parameter and its share
+        self.shares: dict[nn.Parameter, Any] = {}  # by the parameters whose rows they have
         named = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-                named[name] = nn.Parameter(rows)
-                self.pairs.append((parameter, named[name]))
+        learnt = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, parameter in learnt.items():
+            rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            named[name] = self.shares[parameter] = nn.Parameter(rows)
         self.inner = optimizer_of(named, flags)
         self.param_groups = self.inner.param_groups
-        for _, share in self.pairs:  # what a checkpoint is read into
-            state = self.inner.state[share]
-            if flags.optimizer == "sgd":
-                state["momentum_buffer"] = torch.zeros_like(share)
-            else:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state |= {key: torch.zeros_like(share) for key in ("exp_avg", "exp_avg_sq")}
-        self.state = defaultdict(dict, {p: self.inner.state[share] for p, share in self.pairs})
+        states = {parameter: self.inner.state[share] for parameter, share in self.shares.items()}
+        self.state = defaultdict(dict, states)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update this rank's rows, and gather all others."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        for parameter, share in self.pairs:
+        for parameter, share in self.shares.items():
             size = -(-len(parameter) // world)
             rows = slice(rank * size, (rank + 1) * size)
             share.to_local().copy_(parameter[rows])  # a checkpoint may have changed the parameter
             layout = {"shape": share.shape, "stride": share.stride(), "run_check": False}
+            grad: Any = parameter.grad
             share.grad = type(share.data).from_local(
-                parameter.grad[rows], share.device_mesh, share.placements, **layout
+                grad[rows], share.device_mesh, share.placements, **layout
             )
         self.inner.step()
-        for parameter, share in self.pairs:
+        for parameter, share in self.shares.items():
             share.grad = None
             parameter.copy_(share.full_tensor())
 

@@ -6,7 +6,7 @@ Ulysses (Jacobs et al. 2023), or gathers keys and values (Llama 3, 3.3.2) where 
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,11 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from llm_train_bench.apply.optimizer import local_gradients
 from llm_train_bench.formulas.work import Parallelism
-from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, count_rows
-from llm_train_bench.model.products import ProductLinear, add_bias, product_of
+from llm_train_bench.model.layout import Attend, HasWeights, Places, count_rows
+from llm_train_bench.model.products import add_bias, multiply
 from llm_train_bench.model.weights import Weight, part_of
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
@@ -52,10 +52,6 @@ class _Collective(torch.autograd.Function):
 
 def _all_gather(x: Tensor, n: int, group: str) -> Tensor:
     return _Collective.apply(x, _GATHER, (n, group), _SCATTER, ("sum", n, group))
-
-
-def _reduce_scatter(x: Tensor, n: int, group: str) -> Tensor:
-    return _Collective.apply(x, _SCATTER, ("sum", n, group), _GATHER, (n, group))
 
 
 class _Sent(torch.autograd.Function):
@@ -108,16 +104,12 @@ class RankLayout(ReplicaLayout):
 
     def __init__(self, parallelism: Parallelism, rank: int):
         self.parallelism, self.ulysses = parallelism, parallelism.ulysses
-        self.tp, self.cp, self.ep, self.pp = (
-            parallelism.tp,
-            parallelism.cp,
-            parallelism.ep,
-            parallelism.pp,
-        )
-        self.pp_rank, self.stage_rank = divmod(rank, parallelism.ranks)
+        self.tp, self.cp = parallelism.tp, parallelism.cp
+        self.ep, self.pp = parallelism.ep, parallelism.pp
+        self.pp_rank, stage_rank = divmod(rank, parallelism.ranks)
         self.tp_rank, self.cp_rank = rank % self.tp, rank // self.tp % self.cp
-        self.ep_rank = self.stage_rank % self.ep
-        self.data_rank = self.stage_rank // (self.tp * self.cp)
+        self.ep_rank = stage_rank % self.ep
+        self.data_rank = stage_rank // (self.tp * self.cp)
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.names: dict[str, Any] = {}  # of the groups
         self.owners: dist.ProcessGroup | None = None  # all that share one copy of the same layers
@@ -205,28 +197,19 @@ class RankLayout(ReplicaLayout):
     def gradients(self, model: HasWeights) -> "Gradients | None":
         return Gradients(model, self) if self.parallelism.divided else None
 
-    def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
-        if documents is None or self.cp == 1 or self.ulysses:
-            return self._fixed_places(T, device)
-        return self._placed(shared_by_work(documents.starts, self.cp), device)
-
     @functools.cache  # noqa: B019 (a layout lives as long as its run)
-    def _fixed_places(self, T: int, device: torch.device) -> Places:
+    def places(self, T: int, device: torch.device) -> Places:
         if self.tp * self.cp == 1:
             return super().places(T, device)
         held = torch.arange(T, device="cpu").view(self.cp, -1)
         if not self.ulysses:  # a chunk from the head and one from the tail: equal work
             head, tail = held.view(2 * self.cp, -1).split(self.cp)
             held = torch.cat((head, tail.flip(0)), dim=1)
-        return self._placed(held, device)
-
-    def _placed(self, held: Tensor, device: torch.device) -> Places:
-        """The places of this rank, if the cp ranks hold these positions (cp, T / cp) on the host."""
-        mine, order = held[self.cp_rank], held.flatten().argsort().to(device)
+        mine = held[self.cp_rank]
         own, gathered = mine.chunk(self.tp)[self.tp_rank].to(device), mine.to(device)
         if self.cp == 1 or self.ulysses:
-            return Places(own, slice(len(mine)) if self.cp == 1 else gathered)
-        return Places(own, gathered, mine, order)
+            return Places(own, slice(T) if self.cp == 1 else gathered)
+        return Places(own, gathered, mine, held.flatten().argsort().to(device))
 
     def gather(self, x: Tensor) -> Tensor:
         if self.tp == 1:
@@ -236,7 +219,9 @@ class RankLayout(ReplicaLayout):
     def scatter(self, x: Tensor) -> Tensor:
         if self.tp == 1:
             return x
-        return _reduce_scatter(x.transpose(0, 1), self.tp, self.names["tp"]).transpose(0, 1)
+        n, name = self.tp, self.names["tp"]
+        moves = _SCATTER, ("sum", n, name), _GATHER, (n, name)
+        return _Collective.apply(x.transpose(0, 1), *moves).transpose(0, 1)
 
     def added(self, numbers: Tensor) -> Tensor:
         if self.tp == 1:
@@ -253,7 +238,7 @@ class RankLayout(ReplicaLayout):
     def columns(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        return add_bias(product_of(linear, x, self._gathering, self._scattering), linear)
+        return add_bias(linear, multiply(linear, x, self._gathering, self._scattering))
 
     def _gathering(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to gather own tokens (B, t, d) of the tp ranks."""
@@ -270,9 +255,7 @@ class RankLayout(ReplicaLayout):
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        fp8 = isinstance(linear, ProductLinear)
-        y = product_of(linear, x) if fp8 else F.linear(x, linear.weight)
-        return add_bias(self.scatter(y), linear)
+        return add_bias(linear, self.scatter(multiply(linear, x)))
 
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         if self.cp == 1:
@@ -373,35 +356,8 @@ class RankLayout(ReplicaLayout):
         return _Summed.apply(back, token, N)
 
 
-# Chunks of a sample for each cp rank, of which documents give unequal work.
-CHUNKS = 16
-
-
-def shared_by_work(starts: Tensor, cp: int) -> Tensor:
-    """(cp, T / cp) positions for cp ranks, in chunks, with about equal numbers of keys to meet.
-
-    `starts` (B, T): where each position's document begins. The chunk with the most work goes to the rank
-    with the least, of those that have room.
-    """
-    T = starts.shape[1]
-    each = next(n for n in (CHUNKS, CHUNKS // 2, CHUNKS // 4, 2) if T % (n * cp) == 0)
-    keys = (torch.arange(1, T + 1) - starts).sum(0).view(cp * each, -1).sum(1).tolist()
-    work, chunks = [0] * cp, [[] for _ in range(cp)]
-    for chunk in sorted(range(len(keys)), key=keys.__getitem__, reverse=True):
-        rank = min((r for r in range(cp) if len(chunks[r]) < each), key=work.__getitem__)
-        work[rank] += keys[chunk]
-        chunks[rank].append(chunk)
-    positions = torch.arange(T).view(cp * each, -1)
-    return torch.stack([positions[sorted(mine)].flatten() for mine in chunks])
-
-
-def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a sharded parameter's gradient."""
-    return cast(DTensor, parameter.grad).to_local()
-
-
 class Gradients:
-    """The gradients of a model in a layout: completing them, their norm, and scaling them.
+    """The gradients of a model in a layout: completing them, and their norm.
 
     FSDP has summed each over the ranks of its mesh. Those that every tp rank has whole are of the rank's
     own tokens or heads.
@@ -433,7 +389,7 @@ class Gradients:
         """Complete the gradients, and return the norm over all ranks."""
         self._sum_tied()
         self._sum_partial()
-        norms = torch.ops.aten._foreach_norm(self._shards(), 2, torch.float32)
+        norms = torch.ops.aten._foreach_norm(local_gradients(self.parameters), 2, torch.float32)
         total = (torch.stack(norms).square() * self.weights).sum()
         dist.all_reduce(total)
         return total.sqrt()
@@ -441,23 +397,15 @@ class Gradients:
     def _sum_tied(self) -> None:
         """Add up a tied embedding's gradients of the first and of the last stage."""
         if self.tied is not None:
-            grad = local_gradient(self.tied)
+            (grad,) = local_gradients([self.tied])
             grad += self.layout.exchanged(grad, self.layout.pp - 1 - self.layout.pp_rank)
 
     def _sum_partial(self) -> None:
         """Add up what each tp rank has of the gradients of parameters that are whole on all of them."""
         if not self.partial:
             return
-        parts = [local_gradient(p) for p in self.partial]
+        parts = local_gradients(self.partial)
         flat = torch.cat([part.flatten() for part in parts])
         dist.all_reduce(flat, group=self.layout.groups["tp"])
         for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
             part.copy_(values.view_as(part))
-
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients so that `norm`, theirs, is at most `max_norm`."""
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch.ops.aten._foreach_mul_(self._shards(), factor)
-
-    def _shards(self) -> list[Tensor]:
-        return [local_gradient(p) for p in self.parameters]

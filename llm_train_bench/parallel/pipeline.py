@@ -45,12 +45,8 @@ class Pipeline(HasWeights):
         super().__init__()
         self.config, self.work, self.layout, self.ranks = work.config, work, layout, layout
         self.numbers = work.parallelism.stages_of(layout.pp_rank)
-        self.stages = [
-            Transformer(
-                work.config, work.batch.seq_len, work.attention, work.balanced, layout, layers
-            )
-            for layers in map(work.stage_layers, self.numbers)
-        ]
+        same = work.config, work.batch.seq_len, work.attention, work.balanced, layout
+        self.stages = [Transformer(*same, work.stage_layers(number)) for number in self.numbers]
         self.registered = nn.ModuleList(self.stages)
 
     def weights(self) -> Iterator[tuple[Weight, nn.Parameter]]:
@@ -69,8 +65,8 @@ class Pipeline(HasWeights):
                 dist.recv(x, group=group, group_src=(number - 1) % parallel.pp)
             x = stage(x, labels, documents)
             if number < parallel.stages - 1:
-                there = (number + 1) % parallel.pp
-                dist.send(x.detach().contiguous(), group=group, group_dst=there)
+                x = x.detach().contiguous()
+                dist.send(x, group=group, group_dst=(number + 1) % parallel.pp)
         return x * parallel.pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
 
     def build_schedule(self, device: torch.device, log: StepLog) -> Callable[..., Tensor]:

@@ -8,6 +8,7 @@ import re
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 from llm_train_bench.base.start import INTERRUPTED, PARENT
 
@@ -29,15 +30,6 @@ SECOND_FILE = "second"
 SAVES = "saves"
 # The errors of this process that are in a file, with their tracebacks.
 _WRITTEN: list[BaseException] = []
-# Their messages say all there is to say.
-EXPECTED = (
-    ConfigError,
-    errors.CompileError,
-    errors.NoStep,
-    errors.NotFinite,
-    errors.NotJoined,
-    errors.UsageError,
-)
 # Beginnings of messages about a consequence: something went wrong elsewhere first.
 NO_CAUSE = (LOST, "no step in")
 OOM_ADVICE = (
@@ -47,25 +39,40 @@ OOM_ADVICE = (
 )
 
 
-def classify(error: BaseException) -> tuple[Status, str]:
-    """Status of a run that ended with this exception, and its message on one line."""
+class Ending(NamedTuple):
+    """How a run ends by an exception: its status, the message on one line, and the exit code.
+
+    2 is bad input, 3 out of memory, 4 cannot fit, 75 saved and stopped, 130 interrupted, 1 the rest.
+    """
+
+    status: Status
+    text: str
+    code: int = 1
+    ours: bool = False
+    """Whether the fault is ours, and a traceback helps."""
+
+
+def classify(error: BaseException) -> Ending:
+    """What status, message and exit code a run has that ended with this exception."""
     text = errors.one_line(error) or type(error).__name__
     if isinstance(error, errors.Preempted) and error.step is not None:
-        return "preempted", f"saved at step {error.step} and stopped by {error}"
+        return Ending("preempted", f"saved at step {error.step} and stopped by {error}", PREEMPTED)
     if isinstance(error, KeyboardInterrupt | errors.Interrupted):
-        return "interrupted", f"interrupted by {str(error) or 'SIGINT'}"
-    if isinstance(error, EXPECTED):
-        return "failed", text
+        return Ending("interrupted", f"interrupted by {str(error) or 'SIGINT'}", INTERRUPTED)
+    if isinstance(error, errors.UsageError | ConfigError):
+        return Ending("failed", text, 4 if isinstance(error, errors.DoesNotFit) else 2)
+    if isinstance(error, errors.CompileError | errors.NoStep | errors.NotFinite | errors.NotJoined):
+        return Ending("failed", text)
     if is_out_of_memory(error):
-        return "oom", f"out of memory: {text}; {OOM_ADVICE}"
+        return Ending("oom", f"out of memory: {text}; {OOM_ADVICE}", 3)
     if isinstance(error, FileNotFoundError) and error.filename:
-        return "failed", f"{error.filename}: is gone; was the run's directory removed?"
+        return Ending("failed", f"{error.filename}: is gone; was the run's directory removed?")
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full or "No space left on device" in text:
-        return "failed", f"disk full: {text}"
+        return Ending("failed", f"disk full: {text}")
     if lost_a_rank(error):
-        return "failed", f"{LOST}, whose own error says why: {text}"
-    return "failed", f"{type(error).__name__}: {text}"
+        return Ending("failed", f"{LOST}, whose own error says why: {text}", ours=True)
+    return Ending("failed", f"{type(error).__name__}: {text}", ours=True)
 
 
 def lost_a_rank(error: BaseException) -> bool:
@@ -80,33 +87,18 @@ def lost_a_rank(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search(signs, str(error).lower()) is not None
 
 
-def exit_code(error: BaseException) -> int:
-    """2 bad input, 3 out of memory, 4 cannot fit, 75 saved and stopped, 130 interrupted, 1 the rest."""
-    if isinstance(error, errors.DoesNotFit):
-        return 4
-    if isinstance(error, errors.UsageError | ConfigError):
-        return 2
-    status, _ = classify(error)
-    return {"preempted": PREEMPTED, "interrupted": INTERRUPTED, "oom": 3}.get(status, 1)
-
-
-def is_our_fault(error: BaseException) -> bool:
-    """Whether a traceback helps: not for bad input, signals, full memory or a full disk."""
-    status, text = classify(error)
-    expected = isinstance(error, EXPECTED) or text.startswith("disk full") or " is gone; " in text
-    return status == "failed" and not expected
-
-
 def keep_error(directory: Path, rank: int, error: BaseException) -> None:
     """Write a rank's error into its run's directory: status and message, then the traceback.
 
     The directory is created on machines that share no disk with rank 0.
     """
-    status, text = classify(error)
+    ending = classify(error)
     with contextlib.suppress(OSError):
         directory = directory / "errors"
         directory.mkdir(parents=True, exist_ok=True)
-        content = "".join([f"{status}: {text}\n\n", *traceback.format_exception(error)])
+        content = "".join(
+            [f"{ending.status}: {ending.text}\n\n", *traceback.format_exception(error)]
+        )
         write_whole(directory / f"rank{rank}.txt", content)
         _WRITTEN.append(error)
 
@@ -141,8 +133,8 @@ def report(error: BaseException, prog: str, ranks: Ranks) -> None:
     A traceback comes first if the fault is ours and no error file has it. If the arguments, a
     config or a file are wrong, one rank of each machine reports it for all.
     """
-    _, text = classify(error)
-    trace = "".join(traceback.format_exception(error)) if is_our_fault(error) else ""
+    _, text, code, ours = classify(error)
+    trace = "".join(traceback.format_exception(error)) if ours else ""
     shown = bool(trace) and error not in _WRITTEN
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun reads whole seconds; the nanoseconds order the failures.
@@ -153,7 +145,7 @@ def report(error: BaseException, prog: str, ranks: Ranks) -> None:
             Path(path).write_text(json.dumps({"message": message}))
     if has_parent():
         return
-    if exit_code(error) == 2 and ranks.local_rank and not isinstance(error, errors.OwnError):
+    if code == 2 and ranks.local_rank and not isinstance(error, errors.OwnError):
         return
     if shown:
         say(trace.rstrip("\n"))

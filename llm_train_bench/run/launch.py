@@ -32,7 +32,7 @@ from llm_train_bench.settings.plan import make_plan
 
 
 def launch(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
-    """Run on one device; whatever happens becomes one line and an exit code (`exit_code`).
+    """Run on one device; whatever happens becomes one line and an exit code (failures.Ending).
 
     Only a failure that is our fault shows a traceback.
     """
@@ -47,7 +47,7 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
         ranks = find_ranks(os.environ)
     except UsageError as error:
         failures.report(error, prog, ALONE)
-        return failures.exit_code(error)
+        return failures.classify(error).code
     if ranks is None:
         return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
 
@@ -123,7 +123,7 @@ def check_started_by_launcher(flags: RankFlags) -> None:
 def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
     def end(error: BaseException, when: float) -> None:
         failures.report(error, prog, ranks)
-        os._exit(failures.exit_code(error))
+        os._exit(failures.classify(error).code)
 
     start.imported()
     try:
@@ -146,7 +146,7 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
 
 def _report_failure(error: BaseException, prog: str, ranks: Ranks) -> int:
     """The exit code after a failure, once it is reported; a rank among others exits here."""
-    code = failures.exit_code(error)
+    code = failures.classify(error).code
     with handled_by(signal.SIG_IGN):  # the agent's too, when another rank has failed
         failures.report(error, prog, ranks)
         if start.orphaned():

@@ -86,10 +86,6 @@ class Run(RunRecord):
         super().open_files()
         open_place(self.attempt)
 
-    def release(self) -> None:
-        if self.attempt.lease:
-            self.attempt.lease.release()
-
     def choose_linear(self) -> str:
         """The library of linear layers, the same on all ranks: the one asked for, or a checkpoint's.
 
@@ -144,6 +140,8 @@ class Run(RunRecord):
         if self.hang:
             self.hang.close()
         super().__exit__(kind, error, trace)
+        if self.attempt.lock:
+            self.attempt.lock.close()
 
     def _end_hanging(self, error: BaseException, when: float) -> None:
         """In another thread: the main one waits for a rank that will not come."""

@@ -130,7 +130,7 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
         with traced(run, look):
             step_fn(schedule.total, OBSERVE)
     except Exception as error:
-        run.result.remark(f"the kernels that ran were not observed: {classify(error)[1]}")
+        run.result.remark(f"the kernels that ran were not observed: {classify(error).text}")
     finally:
         run.end_steps()
 

@@ -26,7 +26,12 @@ from llm_train_bench.base.files import shown_command, without_secrets
 from llm_train_bench.formulas.flops import flops_per_token as flops_of
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.steps import REST
-from llm_train_bench.model.config import ModelConfig, load_config, parse_config
+from llm_train_bench.model.config import (
+    ModelConfig,
+    describe_keys_without_effect,
+    load_config,
+    parse_config,
+)
 from llm_train_bench.parallel.ranks import Ranks, find_ranks, gather, on_main
 from llm_train_bench.results.figures import fill_flop_rates
 from llm_train_bench.results.result_files import command_began, now, this_process
@@ -222,9 +227,8 @@ class Meter(RunRecord):
             lineage=Lineage(id=identity, name=called, attempt=1, began=began, started=time.time()),
             environment=describe_environment(device, LOOPS),
         )  # fmt: skip
-        if self.config and self.config.unknown_keys:
-            keys = ", ".join(self.config.unknown_keys)
-            result.remark(f"{self.config.path}: unknown keys are ignored: {keys}")
+        if self.config and (keys := describe_keys_without_effect(self.config)) is not None:
+            result.remark(keys)
         output = OutputFlags(
             output_dir=str(output_dir), no_tensorboard=not tensorboard, track=tuple(track), quiet=quiet
         )  # fmt: skip
@@ -359,7 +363,7 @@ class Meter(RunRecord):
         except Exception as error:
             if error is failed:
                 raise
-            why = classify(error)[1]
+            why = classify(error).text
             self.result.remark(f"the kernels that ran were not observed: {why}")
 
     def _look(self, trace: Trace) -> None:

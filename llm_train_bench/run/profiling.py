@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerAction, ProfilerActivity
 
 from llm_train_bench.apply.compile import compile_counts
 from llm_train_bench.measure.device import synchronize
-from llm_train_bench.measure.memory import quiet_profiler
+from llm_train_bench.measure.memory import build_profiler
 from llm_train_bench.model.operators import taken
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import meet
@@ -55,21 +54,19 @@ class TorchCapture:
 
     def _start(self) -> None:
         synchronize(self.run.device)
+        warmup = self.steps.start - self.first
+        schedule = torch.profiler.schedule(
+            skip_first=self.first, wait=0, warmup=warmup, active=len(self.steps), repeat=1
+        )
         self.profiler = build_profiler(
             self.run.device,
-            schedule=self._action,
+            schedule=schedule,
             # On a CPU a matmul's name says nothing of its format.
             record_shapes=self.run.device.type == "cpu",
         )
         self.profiler.step_num = self.first  # the trace counts steps as the run does
-        self.profiler.current_action = self._action(self.first)
+        self.profiler.current_action = schedule(self.first)
         self.profiler.start()
-
-    def _action(self, step: int) -> ProfilerAction:
-        if step not in self.steps:
-            return ProfilerAction.WARMUP if step < self.steps.start else ProfilerAction.NONE
-        last = step == self.steps[-1]
-        return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
 
     def after(self, step: int) -> None:
         """End the step in the trace; the captured ones begin and end with an idle device."""
@@ -113,15 +110,6 @@ class TorchCapture:
         fraction = ideal_s / b.matmul_s if ideal_s and b.matmul_s else None
         fields |= {"matmul_roof_fraction": fraction} if apart else {"matmul_tflops": None}
         return Profile(**fields, first_step=self.steps.start, in_window=False)
-
-
-def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profile:
-    """PyTorch's profiler of host and device; without `acc_events` PyTorch warns."""
-    quiet_profiler()
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, acc_events=True, **options)
 
 
 @contextlib.contextmanager

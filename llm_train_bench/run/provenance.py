@@ -22,7 +22,7 @@ from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_version
-from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect
 from llm_train_bench.results.result_files import now, this_process
 from llm_train_bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result, StepSize
 from llm_train_bench.settings.flags import GRAPH_MODES, Args, declared, usual_values
@@ -143,9 +143,8 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
     if schedule.captured:
         where = "inside" if schedule.captures_in_window else "after"
         yield f"a profiler looked at steps {where} the measured window"
-    if work.config.unknown_keys:
-        keys = ", ".join(work.config.unknown_keys)
-        yield f"{work.config.path}: unknown keys are ignored: {keys}"
+    if (keys := describe_keys_without_effect(work.config)) is not None:
+        yield keys
 
 
 LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger-kernel")

@@ -66,9 +66,9 @@ class RunRecord:
             self.open()
         except BaseException as error:
             if self.file:
-                self.result.status, self.result.error = classify(error)
+                ending = classify(error)
+                self.result.status, self.result.error = ending.status, ending.text
                 self.file.write(self.result, last=True)
-            self.release()
             raise
         return self
 
@@ -126,9 +126,6 @@ class RunRecord:
         self.tracked = [WandbRun(r, self.directory)] if self.output.track else []
         self.sinks += self.tracked
 
-    def release(self) -> None:
-        """Give back what the run holds besides its files."""
-
     def close_window(self) -> None:
         """The measured window has ended; the device is idle. With several ranks all must come here."""
         fill_rank_metrics(self.result, self.window.close(self.log))
@@ -143,16 +140,16 @@ class RunRecord:
             if self.file:
                 with self.ending:
                     self.finish(error, when, self.file)
-            self.release()
 
     def how_it_ended(self, error: BaseException, when: float) -> tuple[Status, str]:
         """Status and error of the run, which ended at `when`; later failures are not its cause."""
-        status, text = classify(error)
+        ending = classify(error)
         # A rank that lost another, or that the agent ended, is not the cause.
-        interrupted = status == "interrupted"
-        if text.startswith(NO_CAUSE) or interrupted:
-            return first_error(self.directory, when, interrupted) or (status, text)
-        return status, text
+        interrupted = ending.status == "interrupted"
+        if ending.text.startswith(NO_CAUSE) or interrupted:
+            cause = first_error(self.directory, when, interrupted)
+            return cause or (ending.status, ending.text)
+        return ending.status, ending.text
 
     def finish(self, error: BaseException | None, when: float, file: ResultFile) -> None:
         """Write the result of a run that ended at `when` [s since 1970], and close its files."""

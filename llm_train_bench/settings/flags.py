@@ -311,7 +311,6 @@ class OutputFlags:
     output_dir: Parent directory of the run's directory.
     run_name: Name of the run's directory. By default date, time, model and process id.
     export: At the end, export the model as Hugging Face safetensors.
-    sample: At the end, generate N tokens of text.
     no_tensorboard: Do not write TensorBoard scalars.
     track: Send the run to Weights & Biases while it goes on; offline if nobody is logged in.
     quiet: Print only the final table, and errors.
@@ -320,7 +319,6 @@ class OutputFlags:
     output_dir: str = flag("runs", OUTPUT, metavar="DIR", common=True)
     run_name: str | None = flag(None, OUTPUT, metavar="NAME")
     export: bool = flag(False, OUTPUT)
-    sample: int = flag(0, OUTPUT, scripts=(Script.ONE,), at_least=0)
     no_tensorboard: bool = flag(False, OUTPUT)
     track: tuple[TrackerName, ...] = flag((), OUTPUT)
     quiet: bool = flag(False, OUTPUT)
@@ -505,6 +503,7 @@ REMOVED: dict[str, Any] = {
     "profile_stacks": ...,
     "profile_start": ...,
     "resume_anyway": ...,
+    "sample": ...,
     "save_dir": ...,
     "save_keep": ...,
     "save_timeout": ...,

@@ -216,8 +216,8 @@ def resolve_amp(
     Without `native` it is that of current GPUs, or of this machine's CPU. FP8 and Transformer Engine
     need bf16. UsageError for experts whose rows do not fill the 16 bytes that grouped matmuls load.
     """
-    experts = config.experts
-    widths = math.gcd(config.hidden_size, experts.size) if experts else 0
+    e = config.experts
+    widths = math.gcd(config.hidden_size, e.size, e.latent or 0) if e else 0
     amp = args.amp
     if amp == "auto":
         has_bf16 = platform != "cpu" or cpu_multiplies("bf16")
@@ -229,10 +229,11 @@ def resolve_amp(
         choices = [dataclasses.replace(args, amp=name) for name in formats]
         allowed = [a.amp for a in choices if not broken_rule(a, script)]
         amp = next((name for name in allowed if widths % ROW_UNITS[name] == 0), formats[0])
-    if experts and widths % (unit := ROW_UNITS[amp]):
+    if e and widths % (unit := ROW_UNITS[amp]):
+        latent = f", latent size {e.latent}" if e.latent else ""
         raise UsageError(
-            f"{config.path}: hidden size {config.hidden_size} and expert size "
-            f"{experts.size} must be multiples of {unit} under --amp {amp}; change the config"
+            f"{config.path}: hidden size {config.hidden_size}{latent} and expert size {e.size} "
+            f"must be multiples of {unit} under --amp {amp}; change the config"
         )
     return amp
 

@@ -16,7 +16,8 @@ from llm_train_bench.results.schema import Fp8Info
 class Fp8:
     """A run without FP8; the libraries' classes override what they do otherwise."""
 
-    info: Fp8Info | None = None
+    def __init__(self, info: Fp8Info | None = None):
+        self.info = info
 
     def forward(self, micro: int) -> contextlib.AbstractContextManager:
         """The context of the forward pass of a step's n-th micro batch."""

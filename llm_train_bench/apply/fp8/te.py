@@ -1,4 +1,4 @@
-"""Transformer Engine's modules in blocks, and its FP8: recipes and checkpoint (sources of 2.2 to 2.20).
+"""Transformer Engine's modules in blocks, and its FP8: recipes and checkpoint (2.9 or newer).
 
 The modules inside a block are replaced and its forward stays: rotary embedding, attention, windows
 and dropout are ours. Weight names are those of the plain block (`Transformer.weights`), so that
@@ -52,9 +52,9 @@ class TransformerEngineFp8(Fp8):
     """Whether the micro batch about to run is its step's first."""
 
     def forward(self, micro: int) -> contextlib.AbstractContextManager:
-        """Under the recipe; the first micro batch of a step casts the weights for the others."""
+        """Under the recipe, with amax over all ranks; a step's first micro batch casts the weights."""
         self.first = micro == 0
-        return fp8_context(self.te, self.recipe)
+        return self.te.autocast(enabled=True, recipe=self.recipe)
 
     def checkpoint(self, forward, *args, **options) -> Tensor:
         """Transformer Engine's own, which recomputes under the FP8 context of the forward."""
@@ -77,8 +77,9 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
     if not fp8:
         convert(model, library)
         return Fp8()
-    _quantization_state().reset()  # delayed scaling goes on updating the modules of earlier models
-    recipe = make_recipe(fp8.recipe)
+    # Delayed scaling would go on updating the modules of earlier models.
+    library.quantization.FP8GlobalStateManager.reset()
+    recipe = make_recipe(library, fp8.recipe)
     excluded = {name for name in TE_MODULES if not any(x.startswith(name) for x in fp8.layers)}
     hooks = TransformerEngineFp8(library, recipe, describe_fp8(fp8, work.config, version()))
     for module in convert(model, library, excluded):
@@ -95,6 +96,7 @@ def import_te(device: torch.device, flag: str) -> types.ModuleType:
             "computes FP8 on a CPU)"
         )
     try:
+        importlib.import_module("transformer_engine.pytorch.quantization")  # since 2.9
         return importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # besides ImportError, whatever its search for cuDNN raises
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -112,32 +114,18 @@ def version() -> str:
     return importlib.import_module("transformer_engine").__version__
 
 
-def make_recipe(kind: str):
+def make_recipe(te: types.ModuleType, kind: str):
     """A recipe object; UsageError where the hardware or the installed version lacks it."""
     recipe = importlib.import_module("transformer_engine.common.recipe")
-    check = getattr(_quantization_state(), SUPPORT.get(kind, "is_fp8_available"), None)
+    check = getattr(
+        te.quantization.FP8GlobalStateManager, SUPPORT.get(kind, "is_fp8_available"), None
+    )
     if check is None or not hasattr(recipe, RECIPES[kind]):
         raise UsageError(f"--fp8-recipe {kind}: Transformer Engine {version()} has none; update it")
     usable, reason = check()
     if not usable:
         raise UsageError(f"--fp8-recipe {kind}: {reason}")
     return getattr(recipe, RECIPES[kind])()
-
-
-def _quantization_state():
-    """Transformer Engine's FP8 state of the process."""
-    try:  # 2.9 and newer
-        module = importlib.import_module("transformer_engine.pytorch.quantization")
-    except ImportError:
-        module = importlib.import_module("transformer_engine.pytorch.fp8")
-    return module.FP8GlobalStateManager
-
-
-def fp8_context(te: types.ModuleType, recipe) -> contextlib.AbstractContextManager:
-    """The FP8 context of one forward pass of the whole model; amax is reduced over all ranks."""
-    if hasattr(te, "autocast"):  # 2.9 and newer
-        return te.autocast(enabled=True, recipe=recipe)
-    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
 def convert(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.base.errors import UsageError
@@ -19,19 +20,15 @@ from llm_train_bench.model.layout import HasWeights, Layout
 from llm_train_bench.model.products import ProductLinear, Products
 from llm_train_bench.model.shapes import present
 from llm_train_bench.results.figures import describe_fp8
-from llm_train_bench.results.schema import Fp8Info
 
 # The oldest with the functions of torchao.prototype.moe_training that are used here.
-PROTOTYPES = (0, 18)
+PROTOTYPES = "0.18"
 # Their kernels take groups of a multiple of this many rows.
 GROUP_ROWS = 16
 
 
 class TorchaoFp8(Fp8):
     """torchao's FP8 matmuls."""
-
-    def __init__(self, info: Fp8Info):
-        self.info = info
 
     def after_step(self, model: nn.Module) -> None:
         """The scales of the weights that the next step gathers in FP8, all at once."""
@@ -232,10 +229,10 @@ def fill_groups(rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _check_version(version: str) -> None:
     """UsageError where torchao lacks the prototypes."""
-    numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:2])
-    if numbers < PROTOTYPES:
-        needed = ".".join(map(str, PROTOTYPES))
-        raise UsageError(f"--use-fp8: torchao {version} has no matmuls of experts; {needed} has")
+    if TorchVersion(version) < PROTOTYPES:
+        raise UsageError(
+            f"--use-fp8: torchao {version} has no matmuls of experts; {PROTOTYPES} has"
+        )
 
 
 def _check_device(device: torch.device, recipe: str) -> None:

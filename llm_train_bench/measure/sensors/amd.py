@@ -40,9 +40,7 @@ class AmdSensor(Sensor):
     def joules(self) -> float | None:
         """Energy since the driver was loaded [J]."""
         count = self.ask("amdsmi_get_energy_count") or {}
-        # Called `power` up to 6.2, though it is energy; in units of `counter_resolution` [uJ].
-        ticks = count.get("energy_accumulator", count.get("power"))
-        resolution = count.get("counter_resolution")
+        ticks, resolution = count.get("energy_accumulator"), count.get("counter_resolution")  # [uJ]
         return None if ticks in UNSET or resolution in UNSET else ticks * resolution / 1e6
 
     def sample(self) -> Sample:
@@ -62,7 +60,7 @@ class AmdSensor(Sensor):
 
     def _clock(self, kind, highest: bool = False) -> float | None:
         info = self.ask("amdsmi_get_clock_info", kind) or {}
-        value = info.get("max_clk") if highest else info.get("clk", info.get("cur_clk"))
+        value = info.get("max_clk") if highest else info.get("clk")
         return None if value in UNSET else value
 
     def limits(self) -> tuple[float | None, float | None]:

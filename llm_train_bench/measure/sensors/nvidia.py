@@ -50,8 +50,6 @@ class NvidiaSensor(Sensor):
 
     def sample(self) -> Sample:
         bits = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if bits is None:
-            bits = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         power = self._fields(INSTANT_POWER).get(INSTANT_POWER)
         if power is None:
             power = self.ask("nvmlDeviceGetPowerUsage")

@@ -20,8 +20,8 @@ class Files:
     """The calls that reach the disk, one method each, so that a test can fail at every one."""
 
     def make(self, directory: Path) -> None:
-        """Make a directory that must not exist."""
-        directory.mkdir()
+        """Make a directory, unless another rank did."""
+        directory.mkdir(exist_ok=True)
 
     def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
         """Write a new file and synchronise it; its bytes and CRC-32."""
@@ -71,10 +71,3 @@ def failure_of(work: Callable[..., object], *args: Any) -> str | None:
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     return None
-
-
-def commit(part: Path, final: Path, files: Files) -> None:
-    """Give a finished directory its final name, durably. All files in it are synchronised already."""
-    files.synchronize_names(part)
-    files.rename(part, final)
-    files.synchronize_names(final.parent)

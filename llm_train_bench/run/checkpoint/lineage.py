@@ -1,8 +1,7 @@
 """The attempts of one training: who may save, where the next goes on, and what is kept.
 
-All attempts of a run are one lineage, and save in one directory. Its record there says which training
-it is, the number of the last attempt, and the process that holds it. An attempt starts from the newest
-good checkpoint of its lineage.
+All attempts of a run are one lineage, as their results say. They save beside the first, and an attempt
+starts from the newest good checkpoint there.
 """
 
 import contextlib
@@ -10,130 +9,55 @@ import dataclasses
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
-import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any, TextIO
 
 from llm_train_bench.base.errors import OwnError, UsageError
-from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.strict import Strict
-from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main, tell_next, word_before
-from llm_train_bench.results.console import say
-from llm_train_bench.results.result_files import command_began, this_process
-from llm_train_bench.results.schema import Lineage, Writer
+from llm_train_bench.results.result_files import command_began, read_result
+from llm_train_bench.results.schema import Lineage
 from llm_train_bench.run.checkpoint import manifest as manifests
-from llm_train_bench.run.checkpoint.durable import failure_of
 from llm_train_bench.run.provenance import default_name
 from llm_train_bench.settings.plan import Plan
 
-RECORD, LOCK = "lineage.json", "lineage.lock"
-# A holder touches its record so often [s]; from another host it counts as gone after STALE_S.
-RENEWED_S, STALE_S = 10.0, 60.0
+LOCK = "lineage.lock"
 
 
-class PlaceRecord(Strict):
-    """A directory's lineage, the process that saves there now, if one does, and its launcher."""
+def take_lock(place: Path) -> TextIO:
+    """The file whose lock is the right to save in a directory; it names this process, which holds it.
 
-    lineage: Lineage
-    holder: Writer | None
-    launcher: Writer | None = None
-
-
-class Lease:
-    """The right of one process to save in a directory.
-
-    On one machine the kernel's lock tells whether its holder lives: it ends with the process, and no
-    child inherits it. From another machine, or without locks, only time tells.
+    The lock ends with the file or the process, and no child inherits it. Where there are no locks, as on
+    some network file systems, nobody is refused. UsageError while another process holds it; OSError where
+    it cannot be written.
     """
-
-    def __init__(self, place: Path):
-        """UsageError while another process holds it; OSError where it cannot be written.
-
-        Waits up to STALE_S to see whether a holder on another machine still lives.
-        """
-        place.mkdir(parents=True, exist_ok=True)
-        self.place, self.ended, self.mine = place, threading.Event(), None
-        # A file that nothing else opens: who closes it anywhere in this process loses the lock.
-        self.file = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._refuse_living()
-        except BaseException:
-            os.close(self.file)
-            raise
-
-    def _refuse_living(self) -> None:
-        locked = True
-        try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            locked = False
-        except OSError:
-            locked = None  # this file system has no locks
-        record, here = place_record(self.place), this_process()
-        holder = record.holder if record else None
-        # One kernel has one table of locks, whatever its containers are called.
-        same = holder and (holder.boot or holder.host) == (here.boot or here.host)
-        if locked is not False and (holder is None or (same and locked) or not self._renewed()):
-            return
-        who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+    place.mkdir(parents=True, exist_ok=True)
+    # A file that nothing else opens: who closes it anywhere in this process loses the lock.
+    lock = (place / LOCK).open("a+", encoding="utf-8", errors="replace")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        lock.seek(0)
+        who = lock.read() or "another process"
         raise UsageError(
-            f"{self.place}: another run saves there: {who} is alive; end it first, or choose another "
+            f"{place}: another run saves there: {who} is alive; end it first, or choose another "
             "--run-name"
-        )
-
-    def _renewed(self) -> bool:
-        """Whether the record is touched before it counts as given up, by the file system's clock."""
-        touched = (self.place / RECORD).stat().st_mtime
-        say(f"{self.place}: waits up to {STALE_S:g} s for a sign of the run that saved there")
-        while True:
-            os.utime(self.file)
-            if os.fstat(self.file).st_mtime - touched > STALE_S:
-                return False
-            time.sleep(0.2)
-            if (self.place / RECORD).stat().st_mtime != touched:
-                return True
-
-    def take(self, lineage: Lineage) -> None:
-        """Record that this process saves here from now on, as an attempt of a lineage."""
-        holder, launcher = this_process(), launcher_of_this()
-        self.mine = PlaceRecord(lineage=lineage, holder=holder, launcher=launcher)
-        write_whole(self.place / RECORD, self.mine.model_dump_json())
-        threading.Thread(target=self._renew, daemon=True).start()
-
-    def _renew(self) -> None:
-        while not self.ended.wait(RENEWED_S):
-            with contextlib.suppress(OSError):
-                os.utime(self.place / RECORD)
-
-    def held(self) -> bool:
-        """Whether no other process has taken it since, as after a long sleep of this machine."""
-        return place_record(self.place) == self.mine
-
-    def release(self) -> None:
-        """Let another process save here at once."""
-        if not self.ended.is_set():
-            self.ended.set()
-            with contextlib.suppress(OSError):  # gone, or full
-                if self.mine and self.held():
-                    record = self.mine.model_copy(update={"holder": None})
-                    write_whole(self.place / RECORD, record.model_dump_json())
-            os.close(self.file)
+        ) from None
+    except OSError:
+        pass  # this file system has no locks
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}")
+    lock.flush()
+    return lock
 
 
-def launcher_of_this() -> Writer | None:
-    """The agent that started this rank, if one did."""
-    return this_process(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
-def place_record(place: Path) -> PlaceRecord | None:
-    """The record of a directory; None where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return PlaceRecord.model_validate_json(plain_file(place / RECORD).read_bytes())
-    return None
+def directory_of(lineage: Lineage) -> str:
+    """The name of an attempt's directory."""
+    return f"{lineage.name}-restart{lineage.attempt}" if lineage.attempt else lineage.name
 
 
 def attempts(output_dir: Path, name: str) -> list[Path]:
@@ -145,26 +69,31 @@ def attempts(output_dir: Path, name: str) -> list[Path]:
     return []
 
 
-def place_of(output_dir: Path, name: str) -> Path | None:
-    """The directory in which the attempts of a run saved, if they did.
+def lineage_in(run: Path) -> Lineage | None:
+    """The lineage that a run's result names; None where no result can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_result(run / "result.json").lineage
+    return None
 
-    UsageError where a link leads nowhere, or attempts of several runs saved.
+
+def last_attempt(output_dir: Path, name: str) -> Lineage | None:
+    """The newest attempt of a run that has this name, or of which an attempt has it.
+
+    UsageError where the attempts saved in a directory that is not there.
     """
-    links = [run / "checkpoints" for run in attempts(output_dir, name)]
-    for link in links:
+    named = lineage_in(output_dir / name)
+    if named and directory_of(named) == name:  # not a copy, which goes its own way
+        name = named.name
+    last = None
+    for run in attempts(output_dir, name):
+        link, lineage = run / "checkpoints", lineage_in(run)
         if link.is_symlink() and not link.exists():
             raise UsageError(
                 f"{link}: leads to {link.resolve()}, which is not there; is its disk mounted?"
             )
-    places = list(dict.fromkeys(link.resolve() for link in links))
-    used = [place for place in places if manifests.committed(place)]
-    used = used or [place for place in places if place_record(place)][-1:]
-    if len(used) > 1:
-        raise UsageError(
-            f"--resume auto: {name} is the name of several runs, in {', '.join(map(str, used))}; give "
-            "--resume PATH and another --run-name"
-        )
-    return used[0] if used else None
+        if lineage and lineage.name == name:
+            last = lineage
+    return last
 
 
 @dataclasses.dataclass
@@ -173,14 +102,20 @@ class Attempt:
 
     lineage: Lineage
     directory: Path
-    place: Path
-    """Where its lineage saves."""
     saves: bool
     checkpoint: Path | None = None
     manifest: manifests.Manifest | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
-    lease: Lease | None = None
-    """The right to save there; only rank 0 has one."""
+    lock: TextIO | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other ranks get: all except the lock, which rank 0 holds."""
+        return vars(self) | {"lock": None}
+
+    @property
+    def place(self) -> Path:
+        """Where its lineage saves."""
+        return self.directory.parent / self.lineage.name / "checkpoints"
 
 
 def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
@@ -188,14 +123,8 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
 
     UsageError where it cannot resume.
     """
-    leases: list[Lease] = []  # of rank 0, and not to be sent to others
-    attempt = on_main(ranks, lambda: _begin_attempt(plan, leases))
-    attempt.lease = leases[0] if leases else None
-    word = {
-        "directory": str(attempt.directory.resolve()),
-        "lineage": attempt.lineage.model_dump(),
-        "place": str(attempt.place),
-    }
+    attempt = on_main(ranks, lambda: _begin_attempt(plan))
+    word = {"directory": str(attempt.directory.resolve()), "lineage": attempt.lineage.model_dump()}
     tell_next(ranks, json.dumps(word))
     if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
         raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; set --amp")
@@ -207,88 +136,57 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
     return plan, attempt
 
 
-def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
-    """The attempt that this run is; the lease that it takes, if any, is added to `leases`.
+def _begin_attempt(plan: Plan) -> Attempt:
+    """The attempt that this run is, with the lock of the place where it saves, if that exists.
 
     Nothing else decides where a run starts. UsageError for a checkpoint that is missing, of another
     training, or of a run that lives.
     """
-    saving, count = plan.args, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = plan.args.run_name or default_name(plan.work.config.name, vars(plan.args))
-    top, restarts = Path(plan.args.output_dir), int(count) if count.isdecimal() else 0
-    last, place, notes = None, None, []
+    flags, top = plan.args, Path(plan.args.output_dir)
+    name = flags.run_name or default_name(plan.work.config.name, vars(flags))
+    last, restarts = None, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if before := word_before():
         word = json.loads(before)
-        last = Lineage.model_validate(word["lineage"])
-        top, place = Path(word["directory"]).parent, Path(word["place"])
-        place = place if place.is_dir() else None  # it did not get so far
-    elif restarts:
-        place, last = _place_of_launcher(top)
-        if last is None:
-            notes.append(f"restart {restarts}: no attempt before it got so far as to save")
-    elif saving.resume == "auto":
-        place = place_of(top, name)
-    name = last.name if last else name
-    resumes = last is not None or saving.resume == "auto"
-    try:
-        if place:
-            # Checkpoints that can only be read are good enough for a run that saves none.
-            with contextlib.nullcontext() if saving.save_every else contextlib.suppress(OSError):
-                leases.append(Lease(place))
-        checkpoint = manifests.newest(place, notes) if place else None
-        if place and checkpoint is None and (damaged := manifests.committed(place)):
-            why = failure_of(manifests.verify, damaged[-1])
-            raise UsageError(
-                f"{place}: none of its checkpoints can be read ({why}); move it away to start anew"
-            )
-        if checkpoint is None and saving.resume not in (None, "auto"):
-            checkpoint = manifests.find_checkpoint(Path(saving.resume), notes)
-        elif checkpoint is None and resumes:
-            notes.append(f"no checkpoint of {name}; starts from 0")
-        manifest = None
-        if checkpoint:
-            manifest = manifests.read_manifest(checkpoint)
-            manifests.check_same_training(manifest, checkpoint, plan)
-        if place and last is None:
-            record = place_record(place)
-            last = record.lineage if record else manifest and manifest.lineage
-    except BaseException:
-        for lease in leases:
-            lease.release()
-        raise
-    began = command_began(started_again=bool(before or restarts))
-    lineage, directory = _next(last, name, top, resumes or restarts > 0, began)
-    place = place or (directory / "checkpoints").absolute()
-    return Attempt(lineage, directory, place, saving.save_every > 0, checkpoint, manifest, notes)
+        last, top = Lineage.model_validate(word["lineage"]), Path(word["directory"]).parent
+    elif restarts or flags.resume == "auto":
+        last = last_attempt(top, name)
+    resumes = last is not None or restarts > 0 or flags.resume == "auto"
+    now = command_began(started_again=bool(before or restarts))
+    if last:
+        lineage = last.model_copy(update={"attempt": last.attempt + 1, "started": now})
+    else:
+        lineage = Lineage(id=uuid.uuid4().hex, name=name, attempt=0, began=now, started=now)
+    while resumes and (top / directory_of(lineage)).exists():
+        # Of an attempt that did not come so far as to tell, or of another run.
+        lineage = lineage.model_copy(update={"attempt": lineage.attempt + 1})
+    attempt = Attempt(lineage, top / directory_of(lineage), flags.save_every > 0)
+    if resumes:
+        _find_newest(attempt)
+    if attempt.checkpoint is None and flags.resume not in (None, "auto"):
+        attempt.checkpoint = manifests.find_checkpoint(Path(flags.resume), attempt.notes)
+    elif attempt.checkpoint is None and resumes:
+        attempt.notes.append(f"no checkpoint of {lineage.name}; starts from 0")
+    if attempt.checkpoint:
+        attempt.manifest = manifests.read_manifest(attempt.checkpoint)
+        manifests.check_same_training(attempt.manifest, attempt.checkpoint, plan)
+    return attempt
 
 
-def _place_of_launcher(top: Path) -> tuple[Path, Lineage] | tuple[None, None]:
-    """Where an earlier attempt of this rank's launcher saved, and its lineage."""
-    for path in top.glob(f"*/checkpoints/{RECORD}"):
-        record = place_record(path.parent)
-        if record and record.launcher and record.launcher == launcher_of_this():
-            return path.parent.resolve(), record.lineage
-    return None, None
-
-
-def _next(
-    last: Lineage | None, name: str, top: Path, again: bool, now: float
-) -> tuple[Lineage, Path]:
-    """The attempt after the last that is known, and its directory, which is free if it comes `again`."""
-    if last and (top / name / "checkpoints").is_symlink():  # the name is a later attempt's
-        name = last.name
-    number = last.attempt + 1 if last else 0
-
-    def directory() -> Path:
-        return top / (f"{name}-restart{number}" if number else name)
-
-    while again and directory().exists():  # of an attempt that did not come so far as to save
-        number += 1
-    if last and last.name == name:
-        lineage = last.model_copy(update={"attempt": number, "started": now})
-    else:  # the first; or a copy under another name goes its own way
-        lineage = Lineage(id=uuid.uuid4().hex, name=name, attempt=number, began=now, started=now)
-    return lineage, directory()
+def _find_newest(attempt: Attempt) -> None:
+    """Let an attempt start from the newest good checkpoint of its lineage, if it has one."""
+    place = attempt.place
+    if place.is_symlink():
+        raise UsageError(
+            f"{place}: leads to the checkpoints of another run; give --resume PATH and another --run-name"
+        )
+    if attempt.saves and place.is_dir():
+        attempt.lock = take_lock(place)
+    attempt.checkpoint = manifests.newest(place, attempt.notes)
+    if attempt.checkpoint is None and attempt.notes:
+        why = attempt.notes[0]
+        raise UsageError(
+            f"no checkpoint in {place} can be read ({why}); move it away to start anew"
+        )
 
 
 def open_place(attempt: Attempt) -> None:
@@ -297,19 +195,17 @@ def open_place(attempt: Attempt) -> None:
     Unfinished saves go. What is newer than the checkpoint it starts from did not verify: it is set
     aside, so that its step can be saved again.
     """
-    link, place = attempt.directory / "checkpoints", attempt.place
-    if attempt.saves and not attempt.lease:
-        attempt.lease = Lease(place)
-    if attempt.saves and place != link.resolve():
-        with contextlib.suppress(OSError):  # a file system without links
-            link.symlink_to(os.path.relpath(place, attempt.directory.resolve()))
-    if not attempt.lease:
+    if not attempt.saves:
         return
-    start = attempt.manifest.step if attempt.manifest else -1
-    attempt.lease.take(attempt.lineage)
+    place, link = attempt.place, attempt.directory / "checkpoints"
+    attempt.lock = attempt.lock or take_lock(place)
+    if link != place:
+        with contextlib.suppress(OSError):  # a file system without links
+            link.symlink_to(Path("..") / attempt.lineage.name / "checkpoints")
     for path in place.glob(".step-*"):
         if path.is_dir():
             shutil.rmtree(path)
+    start = attempt.manifest.step if attempt.manifest else -1
     for path in manifests.committed(place):
         if manifests.step_of(path) > start:
             path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))

@@ -11,14 +11,13 @@ import zlib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.stored import StoredShard
 from llm_train_bench.results.result_files import storable
-from llm_train_bench.results.schema import Lineage
 from llm_train_bench.run.checkpoint.durable import Files, checksum, failure_of
 from llm_train_bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind, present_flags
 from llm_train_bench.settings.plan import Plan
@@ -54,14 +53,16 @@ class StoredData(StoredFile):
 
 
 class Manifest(Strict):
-    """A committed checkpoint; tensors are named p/NAME, and KEY/NAME for the optimizer's KEY."""
+    """A committed checkpoint; tensors are named p/NAME, and KEY/NAME for the optimizer's KEY.
+
+    Keys that only earlier versions wrote are passed over.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
     schema_version: Literal[2] = 2
     run: str
-    lineage: Lineage
     step: int
-    samples: int
-    world: int
     layout: str
     """Script, ranks and accumulation: where they are the same, dropout goes on as it was."""
     args: dict[str, Any]
@@ -70,11 +71,9 @@ class Manifest(Strict):
     model_hash: str
     config: dict[str, Any]
     data: dict[str, StoredData]
-    loss: float | None
     scaler: dict[str, float] | None
     linear: str | None = None
     """Library of linear layers, with which a resumed run goes on; None if none was chosen."""
-    versions: dict[str, str]
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
 
@@ -166,15 +165,9 @@ def find_checkpoint(path: Path, notes: list[str]) -> Path:
 
 def check_same_training(manifest: Manifest, path: Path, plan: Plan) -> None:
     """UsageError, by name, for whatever would make the resumed run another training."""
-    work, n_steps = plan.work, plan.schedule.total
+    work = plan.work
     if manifest.model_hash != work.config.hash:
         raise UsageError(f"--resume {path}: is of another model than {work.config.path}")
-    if manifest.step > n_steps:
-        raise UsageError(
-            f"--resume {path}: is at step {manifest.step}, and this run ends at {n_steps}"
-        )
-    if manifest.samples != manifest.step * manifest.global_batch:
-        raise UsageError(f"--resume {path}: the global batch changed during its training")
     # Not --init-from: what a run started from before does not matter.
     names = (*sorted(of_kind(LEARNT) - {"init_from"}), *ALSO_EQUAL)
     values = {name: getattr(plan.args, name) for name in names}

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from llm_train_bench import __version__
 from llm_train_bench.base.errors import Interrupted, NotFinite, Preempted, one_line
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.model.layout import HasWeights
@@ -27,7 +26,7 @@ from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
 from llm_train_bench.run.checkpoint import manifest as manifests
 from llm_train_bench.run.checkpoint import training_state
-from llm_train_bench.run.checkpoint.durable import SAVE_S, Files, commit, failure_of
+from llm_train_bench.run.checkpoint.durable import SAVE_S, Files, failure_of
 from llm_train_bench.run.failures import SAVES
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.signals import ENDING, SAVING, Heard, handled_by, ignore, signal_said
@@ -55,8 +54,7 @@ def build_saver(run: Run, model: HasWeights, optimizer: Optimizer | None) -> "Sa
 
 def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> None:
     if manifest.layout == layout(run):
-        state = training_state.saved_random_state(directory, run.ranks.rank)
-        training_state.set_random_state(state, run.device)
+        training_state.restore_random_state(directory, run.ranks.rank, run.device)
         return
     seed = hash((run.plan.args.seed, run.ranks.rank, manifest.step)) % 2**63
     torch.manual_seed(seed)
@@ -68,15 +66,9 @@ def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> 
 
 def layout(run: Run) -> str:
     """Script, ranks and accumulation."""
-    work = run.plan.work
-    batch, parallel, mesh = work.batch, work.parallelism, {}
-    if work.fsdp:
-        names = [*("tp", "cp", "ep") * parallel.divided, *("pp", "virtual") * (parallel.pp > 1)]
-        mesh = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.shards}
-        mesh |= {name: getattr(parallel, name) for name in names}
-    sizes = ", ".join(f"{k} {v}" for k, v in mesh.items())
-    micro = f"{batch.micro_batch} x {batch.grad_acc_steps}"
-    return f"{run.plan.script} on {work.world} ({sizes}), {micro}"
+    work, batch = run.plan.work, run.plan.work.batch
+    micro_batches = f"{batch.micro_batch} x {batch.grad_acc_steps}"
+    return f"{run.plan.script} on {work.world}, {work.parallelism}, {micro_batches}"
 
 
 @dataclasses.dataclass
@@ -97,6 +89,7 @@ class _Save:
 
     step: int
     deadline: float
+    scale: dict[str, float] | None
     thread: threading.Thread = dataclasses.field(default_factory=threading.Thread)
     # The first to take it decides: the thread, to commit, or the loop, to give up.
     fate: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -113,7 +106,7 @@ class Saver:
     def __init__(self, run: Run, model: HasWeights, optimizer: Optimizer):
         self.run, self.model, self.optimizer = run, model, optimizer
         self.files, self.directory = Files(), run.attempt.place
-        self.staging = training_state.Staging(run.device)
+        self.copies: dict[str, Tensor] = {}  # of this rank's shares, in host memory
         self.saving: _Save | None = None
         self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
         self.asked = STOP if early_wish() else 0.0
@@ -209,18 +202,15 @@ class Saver:
                 groups=weight.groups,
                 parts=parts,
             )
-        copies, event = self.staging.copy(tensors)
+        event = training_state.copy_to_host(tensors, self.copies, self.run.device)
         # A committed step's losses are on disk before it is.
         self.run.end_steps()
         synchronize(self.run.device)
         self.run.log.pause()
         scaler = self.run.scaler
-        content = {
-            "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
-            "loss": next((s.loss for s in reversed(self.run.log.steps)), None),
-        }
-        save = _Save(step, deadline or time.monotonic() + SAVE_S)
-        arguments = save, copies, event, share, content
+        scale = scaler and {name: float(getattr(scaler, name)) for name in scaler.STATE}
+        save = _Save(step, deadline or time.monotonic() + SAVE_S, scale)
+        arguments = save, event, share
         save.thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=SAVES)
         save.thread.start()
         self.saving = save
@@ -248,22 +238,19 @@ class Saver:
                 text = f"the save of step {save.step} did not end"
             self._tell(f"{text}; no more saves are made")
 
-    def _write(self, save: _Save, copies: dict, event, share: _Share, content: dict) -> None:
+    def _write(self, save: _Save, event: torch.cuda.Event | None, share: _Share) -> None:
         """In a thread: write this rank's share; rank 0 commits what all have written."""
         start, ranks = time.perf_counter(), self.run.ranks
         part = self.directory / f".step-{save.step:08}.part"
         try:
             if event:
                 event.synchronize()
-            problem = failure_of(self._begin, part) if ranks.main else None
-            (share.error, *_) = gather(ranks, problem, self.group)
-            if share.error is None:
-                floats = (t for t in copies.values() if t.is_floating_point())
-                share.finite = all(bool(t.isfinite().all()) for t in floats)
-                share.error = failure_of(self._write_share, part, share, copies)
+            floats = (t for t in self.copies.values() if t.is_floating_point())
+            share.finite = all(bool(t.isfinite().all()) for t in floats)
+            share.error = failure_of(self._write_share, part, share)
             shares = gather(ranks, share, self.group)
             problem = None
-            if ranks.main and (problem := failure_of(self._commit, save, part, shares, content)):
+            if ranks.main and (problem := failure_of(self._commit, save, part, shares)):
                 failure_of(self.files.remove, part)
             (problem, *_) = gather(ranks, problem, self.group)
             if problem:
@@ -282,34 +269,25 @@ class Saver:
             more = "; no more saves are made" * self.given_up
             self._tell(f"step {save.step} was not saved: {one_line(error)}{more}")
 
-    def _begin(self, part: Path) -> None:
-        if part.exists():
-            self.files.remove(part)
+    def _write_share(self, part: Path, share: _Share) -> None:
         self.files.make(part)
-        self.files.synchronize_names(part.parent)
+        share.size, share.crc = self.files.write(part / share.name, encoded(self.copies))
 
-    def _write_share(self, part: Path, share: _Share, copies: dict[str, Tensor]) -> None:
-        share.size, share.crc = self.files.write(part / share.name, encoded(copies))
-
-    def _commit(self, save: _Save, part: Path, shares: list[_Share], content: dict) -> None:
+    def _commit(self, save: _Save, part: Path, shares: list[_Share]) -> None:
         """On rank 0: the manifest, then the final name, then older checkpoints go."""
-        final = self.directory / f"step-{save.step:08}"
         for rank, share in enumerate(shares):
             if share.error:
                 raise ValueError(f"rank {rank}: {share.error}")
         if not all(share.finite for share in shares):
             raise ValueError("a number in it is not finite")
-        if final.exists():
-            raise ValueError(f"{final} exists already")
-        manifest = self._manifest(save.step, shares, content)
+        manifest = self._manifest(save, shares)
         self.files.write(part / manifests.MANIFEST, [manifest.text().encode()])
         self.files.synchronize(self.run.steps.fileno())
-        lease = self.run.attempt.lease
-        if not (lease and lease.held()):
-            raise ValueError(f"another run saves in {self.directory}")
         if not save.fate.acquire(blocking=False):
             raise ValueError("given up")
-        commit(part, final, self.files)
+        self.files.synchronize_names(part)
+        self.files.rename(part, self.directory / f"step-{save.step:08}")
+        self.files.synchronize_names(self.directory)
         self._retain()
 
     def _retain(self) -> None:
@@ -317,7 +295,7 @@ class Saver:
         if why := failure_of(manifests.retain, self.directory, self.files):
             self._tell(f"older checkpoints stay: {why}")
 
-    def _manifest(self, step: int, shares: list[_Share], content: dict) -> manifests.Manifest:
+    def _manifest(self, save: _Save, shares: list[_Share]) -> manifests.Manifest:
         run, work = self.run, self.run.plan.work
         with contextlib.suppress(OSError):  # moved away since
             self.data = manifests.describe_data(run.plan.args, self.data)
@@ -326,10 +304,7 @@ class Saver:
             tensors.setdefault(name, stored.model_copy(update={"parts": []})).parts += stored.parts
         return manifests.Manifest(
             run=run.result.run_name,
-            lineage=run.attempt.lineage,
-            step=step,
-            samples=step * work.batch.global_batch,
-            world=work.world,
+            step=save.step,
             layout=layout(run),
             args=run.result.args,
             global_batch=work.batch.global_batch,
@@ -337,9 +312,8 @@ class Saver:
             model_hash=work.config.hash,
             config=work.config.raw,
             data=self.data,
-            **content,
+            scaler=save.scale,
             linear=run.result.linear,
-            versions={"llm-train-bench": __version__, "torch": torch.__version__},
             tensors=tensors,
             files={s.name: manifests.StoredFile(bytes=s.size, crc32=s.crc) for s in shares},
         )

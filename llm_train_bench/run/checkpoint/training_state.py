@@ -66,26 +66,19 @@ def own_share(
     return local[first:last], StoredShard(file, shard)
 
 
-class Staging:
-    """Copies of this rank's shares in host memory, which a thread can write while training goes on."""
+def copy_to_host(
+    tensors: dict[str, Tensor], copies: dict[str, Tensor], device: torch.device
+) -> torch.cuda.Event | None:
+    """Copy this rank's shares into `copies`, which a thread can write while training goes on.
 
-    def __init__(self, device: torch.device):
-        self.pinned = device.type == "cuda"
-        self.buffers: dict[str, Tensor] = {}
-
-    def copy(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-        """The copies, and on a GPU the event after which they are complete, in stream order."""
-        for name, tensor in tensors.items():
-            if name not in self.buffers:
-                self.buffers[name] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned
-                )
-            self.buffers[name].copy_(tensor, non_blocking=True)
-        event = None
-        if self.pinned:
-            event = torch.cuda.Event()
-            event.record()
-        return self.buffers, event
+    The first call makes them. On a GPU: the event after which they are complete, in stream order.
+    """
+    pinned = device.type == "cuda"
+    for name, tensor in tensors.items():
+        if name not in copies:
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        copies[name].copy_(tensor, non_blocking=True)
+    return torch.cuda.current_stream().record_event() if pinned else None
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -96,17 +89,12 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Let dropout go on from a `random_state`."""
-    torch.set_rng_state(state["rng/cpu"])
-    if device.type == "cuda" and "rng/cuda" in state:
-        torch.cuda.set_rng_state(state["rng/cuda"], device)
-
-
-def saved_random_state(directory: Path, rank: int) -> dict[str, Tensor]:
-    """That of this rank of the same layout, where it saved a checkpoint."""
+def restore_random_state(directory: Path, rank: int, device: torch.device) -> None:
+    """Let dropout go on from the `random_state` that a rank of the same layout saved."""
     with safe_open(directory / file_of(rank), framework="pt") as f:
-        return {name: f.get_tensor(name) for name in f.keys() if name.startswith("rng/")}  # noqa: SIM118
+        torch.set_rng_state(f.get_tensor("rng/cpu"))
+        if device.type == "cuda" and "rng/cuda" in f.keys():  # noqa: SIM118 (it is no dictionary)
+            torch.cuda.set_rng_state(f.get_tensor("rng/cuda"), device)
 
 
 @torch.no_grad()
@@ -131,6 +119,7 @@ def load(
         own.local.copy_(read_block(path, name, stored.parts, own.shard, DTYPES[stored.dtype]))
 
     keys = {name.split("/", 1)[0] for name in left} - {VALUE}
+    shares: dict[Tensor, Tensor] = getattr(optimizer, "shares", {})  # --zero1: moments are of these
     try:
         for weight, parameter in model.weights():
             fill(f"{VALUE}/{weight.name}", weight, parameter.detach())
@@ -141,7 +130,8 @@ def load(
                     if key not in state:  # moments have the parameter's format, a number its own
                         dtype = DTYPES[stored.dtype]
                         single = torch.zeros((), dtype=dtype, device=parameter.device)
-                        state[key] = torch.zeros_like(parameter) if stored.shape else single
+                        moment = torch.zeros_like(shares.get(parameter, parameter))
+                        state[key] = moment if stored.shape else single
                     fill(f"{key}/{weight.name}", weight, state[key])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None

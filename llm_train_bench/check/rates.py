@@ -56,8 +56,8 @@ def fp8_matmul(m: int, n: int, k: int, _: str, device: torch.device, fast: bool 
     return lambda i: scaled_mm(a[i % COPIES], b[i % COPIES].t(), one, one, **options)
 
 
-def rate(run: Call, flops: float, seconds: float, device: torch.device):
-    """(best, median) TFLOP/s of batches of calls over some seconds."""
+def rate(run: Call, work: float, seconds: float, device: torch.device) -> tuple[float, float]:
+    """(best, median) work per second of batches of calls over some seconds; a call does so much."""
     numbers = itertools.count()
 
     def mean_of(n: int) -> float:
@@ -67,18 +67,16 @@ def rate(run: Call, flops: float, seconds: float, device: torch.device):
     calls, rates = max(1, int(0.02 / max(1e-6, mean_of(1)))), []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or not rates:
-        rates.append(flops / mean_of(calls) / 1e12)
+        rates.append(work / mean_of(calls))
     return max(rates), statistics.median(rates)
 
 
 def cpu_entry(device: torch.device, seconds: float) -> dict[str, Any]:
     """An entry of hardware.json for torch's present threads; `bf16_tflops` is the faster format's."""
 
-    def best(run: Call, work: float) -> float:
-        return rate(run, work, seconds, device)[1]
-
     def square(side: int, dtype: torch.dtype = torch.float32) -> float:
-        return best(matmul(side, side, side, "TN", device, dtype), 2 * side**3)
+        run = matmul(side, side, side, "TN", device, dtype)
+        return rate(run, 2 * side**3 / 1e12, seconds, device)[1]
 
     small, large = square(128), square(1024)
     # efficiency (side / (side + half))^3 of the one and of the other
@@ -106,13 +104,13 @@ def memory_rate(device: torch.device, seconds: float) -> float:
     """Bytes a second that an elementwise kernel reads and writes, of tensors that no cache holds."""
     x = torch.randn(2**28 if device.type == "cuda" else 2**24, device=device)
     out = torch.empty_like(x)
-    return 1e12 * rate(lambda i: torch.add(x, 1.0, out=out), 8 * x.numel(), seconds, device)[1]
+    return rate(lambda i: torch.add(x, 1.0, out=out), 8 * x.numel(), seconds, device)[1]
 
 
 def launch_seconds(device: torch.device, seconds: float) -> float:
     """Seconds between one small kernel and the next, which the host's launches take."""
     tiny = torch.randn(8, device=device)
-    return 1 / (1e12 * rate(lambda i: tiny + 1.0, 1, seconds, device)[1])
+    return 1 / rate(lambda i: tiny + 1.0, 1, seconds, device)[1]
 
 
 def attention_rates(
@@ -124,12 +122,12 @@ def attention_rates(
     """
     B, H, T, D = shape
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    flops = 4 * B * H * T * D * (T + 1) / 2
+    tflop = 4 * B * H * T * D * (T + 1) / 2 / 1e12
     attend = functools.partial(scaled_dot_product_attention, is_causal=True)
     with torch.no_grad():
-        forward = rate(lambda i: attend(q, k, v), flops, seconds, device)[1]
+        forward = rate(lambda i: attend(q, k, v), tflop, seconds, device)[1]
     both = lambda i: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v))  # noqa: E731
-    return forward, rate(both, flops, seconds, device)[1]
+    return forward, rate(both, tflop, seconds, device)[1]
 
 
 def copy_rates(device: torch.device, seconds: float) -> tuple[float, float]:
@@ -138,7 +136,7 @@ def copy_rates(device: torch.device, seconds: float) -> tuple[float, float]:
     there = host.to(device)
     to = rate(lambda i: there.copy_(host, non_blocking=True), 4 * 2**26, seconds, device)[1]
     back = rate(lambda i: host.copy_(there, non_blocking=True), 4 * 2**26, seconds, device)[1]
-    return 1e12 * to, 1e12 * back
+    return to, back
 
 
 def formats_of(device: torch.device) -> dict[str, Callable[..., Call]]:
