@@ -167,13 +167,13 @@ def plan(tmp_path, *flags, platform="cpu", **changes):
 def test_who_takes_blocks_and_onednn(tmp_path):
     short, long = ("--seq-len", 32, "--amp", "off"), ("--seq-len", 1024, "--amp", "off")
     wide = dict(n_positions=4096)
-    assert plan(tmp_path, *short).work.attention == "blocks"
-    assert plan(tmp_path, *long, **wide).work.attention == "auto"
-    assert plan(tmp_path, "--seq-len", 1024, **wide).work.attention == "blocks"  # bf16
-    assert plan(tmp_path, *short, "--attention", "flash").work.attention == "flash"
-    assert plan(tmp_path, *short, platform="nvidia").work.attention == "auto"
-    assert plan(tmp_path, *short, attn_pdrop=0.1).work.attention == "auto"
-    assert plan(tmp_path, *long, "--attention", "blocks", **wide).work.attention == "blocks"
+    assert plan(tmp_path, *short).work.attention.causal == "blocks"
+    assert plan(tmp_path, *long, **wide).work.attention.causal == "auto"
+    assert plan(tmp_path, "--seq-len", 1024, **wide).work.attention.causal == "blocks"  # bf16
+    assert plan(tmp_path, *short, "--attention", "flash").work.attention.causal == "flash"
+    assert plan(tmp_path, *short, platform="nvidia").work.attention.causal == "auto"
+    assert plan(tmp_path, *short, attn_pdrop=0.1).work.attention.causal == "auto"
+    assert plan(tmp_path, *long, "--attention", "blocks", **wide).work.attention.causal == "blocks"
     assert plan(tmp_path, *short).work.linear == "auto"
     assert plan(tmp_path).work.linear is None  # bf16; refusals are in tests/records/refusals.txt
 
