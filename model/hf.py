@@ -18,7 +18,13 @@ from llm_train_bench.model.families import FAMILIES, MTP_KEYS
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings
-from llm_train_bench.model.stored import OTHER_ORDER, StoredShard, read_block
+from llm_train_bench.model.stored import (
+    OTHER_ORDER,
+    OTHER_VERSION,
+    SCHEMA_VERSION,
+    StoredShard,
+    read_block,
+)
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import Shard, Weight
 
@@ -173,14 +179,17 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
     """What reads each parameter from a checkpoint of ours, whose tensors have our names and layouts."""
     readers = {}
     try:
-        stored = parse_json((directory / "manifest.json").read_text())["manifest"]["tensors"]
+        manifest = parse_json((directory / "manifest.json").read_text())["manifest"]
+        if manifest["schema_version"] != SCHEMA_VERSION:
+            raise ConfigError(f"{directory}: {OTHER_VERSION}")
+        stored = manifest["tensors"]
         for weight, parameter in model.weights():
             name = weight.name
             if (tensor := stored.get(f"p/{name}")) is None:
                 raise ConfigError(f"{directory}: has no {name}; is it a checkpoint of that model?")
             if (shape := list(tensor["shape"])) != list(parameter.shape):
                 raise _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
-            if tensor.get("groups", 1) != weight.groups:
+            if tensor["groups"] != weight.groups:
                 raise ConfigError(f"{directory}: {name} {OTHER_ORDER}")
             parts = [StoredShard(part["file"], Shard(*part["shard"])) for part in tensor["parts"]]
             whole = Shard((0,) * len(shape), tuple(shape))
@@ -257,7 +266,7 @@ def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / f"{prefix}model.safetensors", metadata={"format": "pt"})
     if model.lora:
-        settings = adapter_settings(model, tensors)
+        settings = adapter_settings(config.name, model.lora)
     else:
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         settings = dict(architectures=[ARCHITECTURES[config.model_type]], dtype=dtype)

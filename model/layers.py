@@ -235,7 +235,12 @@ def _compiled_flex_attention():
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, dropout: float, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask | InBlocks | None,
+    dropout: float,
+    scale: float | None,
 ) -> Tensor:
     """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 
@@ -251,6 +256,8 @@ def attend(
         # No fused kernel has groups in fp32: all T x T scores would be kept (pytorch/pytorch#181528).
         group = q.shape[1] // k.shape[1]
         k, v, gqa = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
+    if isinstance(mask, InBlocks):
+        return attend_in_blocks(q, k, v, scale)
     return F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa, scale=scale
     )
@@ -320,8 +327,6 @@ class Attention(nn.Module):
         if isinstance(mask, Seen):
             sinks = None if self.sinks is None else self.sinks[first : first + q.shape[1]]
             y = attend_in_pieces(q, k, v, mask, scale, sinks)
-        elif isinstance(mask, InBlocks):
-            y = attend_in_blocks(q, k, v, scale)
         else:
             y = attend(q, k, v, mask, dropout, scale)
         return y.transpose(1, 2)

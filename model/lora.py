@@ -1,13 +1,11 @@
 """Low-rank adapters of frozen linear layers (LoRA; Hu et al. 2021), as peft has them."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import Adapter, Lora
 
@@ -60,12 +58,10 @@ def apply_lora(model: Transformer, lora: Lora | None) -> None:
         module.adapt(adapter, lora)
 
 
-def adapter_settings(model: HasWeights, names: Iterable[str]) -> dict[str, Any]:
-    """The content of peft's adapter_config.json, for tensors of these names."""
-    lora = model.lora
-    assert lora is not None
-    layers = {name.split(".lora_")[0].split(".")[-1] for name in names}
+def adapter_settings(name: str, lora: Lora) -> dict[str, Any]:
+    """The content of peft's adapter_config.json, for a model of that name."""
+    layers = {hf.layer for a in lora.adapters for hf in a.frozen.hf if hf.segments in a.segments}
     settings: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none")
     settings |= dict(lora_dropout=0.0, r=lora.rank, lora_alpha=lora.alpha)
     settings |= dict(inference_mode=False, target_modules=sorted(layers))
-    return settings | dict(base_model_name_or_path=model.config.name)
+    return settings | dict(base_model_name_or_path=name)

@@ -64,17 +64,15 @@ class LinearProduct(torch.autograd.Function):
         return of_x if leaving is None else leaving(), of_weight, None, None, None
 
 
-def multiply(
-    linear: nn.Linear, x: Tensor, gather: Move | None = None, scatter: Move | None = None
-) -> Tensor:
+def product_of(linear: nn.Linear, x: Tensor, *moves: Move) -> Tensor:
     """A linear layer without its bias, by the products that apply/fp8 gave it, or the plain ones."""
-    dtype = autocast_dtype(x.device) or x.dtype
-    products = getattr(linear, "products", PLAIN)
+    dtype, products = autocast_dtype(x.device) or x.dtype, getattr(linear, "products", PLAIN)
+    gather, scatter = moves or (None, None)
     return LinearProduct.apply(x.to(dtype), linear.weight.to(dtype), products, gather, scatter)
 
 
-def add_bias(linear: nn.Linear, y: Tensor) -> Tensor:
-    """The output of a linear layer with its bias, if it has one."""
+def add_bias(y: Tensor, linear: nn.Linear) -> Tensor:
+    """A layer's product and its bias, if it has one."""
     return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
 
@@ -84,4 +82,4 @@ class ProductLinear(nn.Linear):
     products = PLAIN
 
     def forward(self, input: Tensor) -> Tensor:
-        return add_bias(self, multiply(self, input))
+        return add_bias(product_of(self, input), self)

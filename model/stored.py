@@ -16,11 +16,11 @@ DTYPES |= dict(U8=torch.uint8, I64=torch.int64)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-# What is said of a tensor whose rows lie in other groups.
-OTHER_ORDER = (
-    "has its rows in another order: it is of an earlier version, or one of both runs has Transformer "
-    "Engine's modules; export it there, and give the export to --init-from"
-)
+# The version of a checkpoint's manifest, and what is said of another, or of a tensor in another order.
+SCHEMA_VERSION = 3
+EXPORT = "export it there (--init-from CHECKPOINT --export), and give the export to --init-from"
+OTHER_VERSION = f"is a checkpoint of another version; {EXPORT}"
+OTHER_ORDER = f"has rows in another order: only one of both runs has TE's modules; {EXPORT}"
 
 
 @dataclasses.dataclass(frozen=True)

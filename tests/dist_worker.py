@@ -410,9 +410,8 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 torch._dynamo.reset()
                 stack.enter_context(without_inductor() if traced else contextlib.nullcontext())
             else:
-                for function in ("attend", "attend_in_blocks"):
-                    seen = watched(function, lambda query: str(query.dtype), formats, layers)
-                    stack.enter_context(seen)
+                seen = watched("attend", lambda query: str(query.dtype), formats, layers)
+                stack.enter_context(seen)
                 stack.enter_context(watched("dropout", generator_digest, states))
                 stack.enter_context(traffic)
             for patch in (

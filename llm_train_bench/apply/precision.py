@@ -51,8 +51,8 @@ def set_weights(model: Transformer, work: Work) -> None:
     """
     if work.lora:
         apply_lora(model, work.lora)
-    for name, parameter in model.named_parameters() if work.bf16_weights else ():
-        if not name.endswith(".correction"):
+    for weight, parameter in model.weights() if work.bf16_weights else ():
+        if weight.learns:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 

@@ -39,7 +39,7 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     """
     options, parallel = work.fsdp, work.parallelism
     assert options is not None
-    fixed = {p for name, p in model.named_parameters() if name.endswith(".correction")}
+    fixed = {parameter for weight, parameter in model.weights() if not weight.learns}
     policy = MixedPrecisionPolicy(
         param_dtype=None if work.amp == "off" else AMP_DTYPES[work.amp],
         reduce_dtype=torch.bfloat16 if options.reduce_dtype == "bf16" else torch.float32,

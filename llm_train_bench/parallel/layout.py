@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from llm_train_bench.apply.optimizer import local_gradients
 from llm_train_bench.formulas.work import Parallelism
 from llm_train_bench.model.layout import Attend, HasWeights, Places, count_rows
-from llm_train_bench.model.products import add_bias, multiply
+from llm_train_bench.model.products import ProductLinear, add_bias, product_of
 from llm_train_bench.model.weights import Weight, part_of
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
@@ -208,7 +208,7 @@ class RankLayout(ReplicaLayout):
         mine = held[self.cp_rank]
         own, gathered = mine.chunk(self.tp)[self.tp_rank].to(device), mine.to(device)
         if self.cp == 1 or self.ulysses:
-            return Places(own, slice(T) if self.cp == 1 else gathered)
+            return Places(own, slice(len(mine)) if self.cp == 1 else gathered)
         return Places(own, gathered, mine, held.flatten().argsort().to(device))
 
     def gather(self, x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class RankLayout(ReplicaLayout):
     def columns(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        return add_bias(linear, multiply(linear, x, self._gathering, self._scattering))
+        return add_bias(product_of(linear, x, self._gathering, self._scattering), linear)
 
     def _gathering(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to gather own tokens (B, t, d) of the tp ranks."""
@@ -255,7 +255,9 @@ class RankLayout(ReplicaLayout):
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        return add_bias(linear, self.scatter(multiply(linear, x)))
+        fp8 = isinstance(linear, ProductLinear)
+        y = product_of(linear, x) if fp8 else F.linear(x, linear.weight)
+        return add_bias(self.scatter(y), linear)
 
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         if self.cp == 1:

@@ -36,6 +36,12 @@ from llm_train_bench.settings.flags import (
     SHARDED,
     USUAL_STAGES,
     Args,
+    BatchFlags,
+    DataFlags,
+    Fp8Flags,
+    FsdpFlags,
+    LoraFlags,
+    ModelFlags,
     OptimizerFlags,
     Script,
 )
@@ -107,7 +113,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One run, resolved. `args` are all flags; a function elsewhere takes the group that it needs."""
+    """One run, resolved. `args` has all groups of flags; a function takes the one that it needs."""
 
     script: Script
     args: Args
@@ -185,9 +191,9 @@ def make_plan(
     return Plan(script, args, platform, work, schedule, packing, notes)
 
 
-def check_route(args: Args, config: ModelConfig) -> None:
+def check_route(flags: ModelFlags, config: ModelConfig) -> None:
     """UsageError for a route to experts that are not there."""
-    if args.route == "balanced" and "experts" not in config.parts:
+    if flags.route == "balanced" and "experts" not in config.parts:
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
 
 
@@ -300,35 +306,37 @@ def resolve_seq_len(seq_len: int | None, config: ModelConfig) -> int:
     return seq_len or min(longest, LONGEST_DEFAULT)
 
 
-def resolve_batch(args: Args, seq_len: int, parallelism: Parallelism) -> Batch:
+def resolve_batch(flags: BatchFlags, seq_len: int, parallelism: Parallelism) -> Batch:
     """Global batch = micro batch x accumulation x ranks with data of their own, exactly.
 
     UsageError if --global-bsz does not divide.
     """
-    bsz = 1 if args.bsz == "auto" else args.bsz
+    bsz = 1 if flags.bsz == "auto" else flags.bsz
     ranks = parallelism.dp_replicate * parallelism.dp_shard
-    micro, accumulation = bsz * ranks, args.grad_acc_steps
+    micro, accumulation = bsz * ranks, flags.grad_acc_steps
     if parallelism.pp > 1 and accumulation == 1:
         accumulation = 2 * parallelism.pp  # one would leave ranks idle
-    if args.global_bsz is not None:
-        accumulation, rest = divmod(args.global_bsz, micro)
+    if flags.global_bsz is not None:
+        accumulation, rest = divmod(flags.global_bsz, micro)
         if rest or not accumulation:
-            below = args.global_bsz // micro * micro
+            below = flags.global_bsz // micro * micro
             nearest = " or ".join(str(n) for n in (below, below + micro) if n)
             raise UsageError(
-                f"--global-bsz {args.global_bsz} is not a multiple of --bsz {bsz} x "
+                f"--global-bsz {flags.global_bsz} is not a multiple of --bsz {bsz} x "
                 f"{ranks} ranks = {micro}; {nearest} would be"
             )
     size = micro * accumulation
     return Batch(bsz, accumulation, ranks, size, seq_len, size * seq_len)
 
 
-def pack_documents(args: Args, batch: Batch, schedule: Schedule) -> tuple[Batch, Packing | None]:
+def pack_documents(
+    flags: DataFlags, batch: Batch, schedule: Schedule
+) -> tuple[Batch, Packing | None]:
     """With --pack the batch with its documents' lengths in the measured steps, and these documents."""
-    if not args.pack:
+    if not flags.pack:
         return batch, None
-    more = args.pack_lengths, args.pack_separator
-    packing = make_packing(args.data, args.data_dtype, batch.seq_len, args.seed, *more)
+    more = flags.pack_lengths, flags.pack_separator
+    packing = make_packing(flags.data, flags.data_dtype, batch.seq_len, flags.seed, *more)
     size = batch.global_batch
     measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
     return dataclasses.replace(batch, documents=count_lengths(packing, measured)), packing
@@ -363,15 +371,15 @@ def resolve_ddp(args: Args, script: Script) -> Ddp | None:
     return Ddp(args.bucket_cap_mb, reduce_dtype, args.zero1) if script is Script.DDP else None
 
 
-def resolve_fsdp(args: Args, script: Script, platform: Platform) -> FsdpOptions | None:
+def resolve_fsdp(flags: FsdpFlags, script: Script, platform: Platform) -> FsdpOptions | None:
     """How FSDP gathers and reduces; None for another script. UsageError for an offload from a CPU."""
     if script not in SHARDED:
         return None
-    if args.cpu_offload and platform == "cpu":
+    if flags.cpu_offload and platform == "cpu":
         raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
     # The stages of a pipeline stay gathered over all micro batches of a step.
-    reshard = args.reshard_after_forward == "always" and script is not Script.PP
-    return FsdpOptions(reshard, args.reduce_dtype, args.cpu_offload, args.reduce_last)
+    reshard = flags.reshard_after_forward == "always" and script is not Script.PP
+    return FsdpOptions(reshard, flags.reduce_dtype, flags.cpu_offload, flags.reduce_last)
 
 
 def resolve_parallelism(
@@ -532,9 +540,9 @@ def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
         )
 
 
-def resolve_lora(args: Args, work: Work) -> Lora | None:
+def resolve_lora(flags: LoraFlags, work: Work) -> Lora | None:
     """The adapters, if any; UsageError for a family that cannot have them, and for unknown targets."""
-    if (rank := args.lora_rank) is None:
+    if (rank := flags.lora_rank) is None:
         return None
     config = work.config
     if config.model_type == "gpt2" or config.output_gate or config.recurrent:
@@ -542,7 +550,7 @@ def resolve_lora(args: Args, work: Work) -> Lora | None:
             f"--lora-rank: is not implemented for {config.model_type}, whose rows have another order in "
             "Hugging Face's files"
         )
-    targets = frozenset(args.lora_targets.split(","))
+    targets = frozenset(flags.lora_targets.split(","))
     known = {hf.layer for weight in adaptable(config) for hf in weight.hf}
     if unknown := targets - known - {"all"}:
         raise UsageError(
@@ -550,15 +558,15 @@ def resolve_lora(args: Args, work: Work) -> Lora | None:
         )
     base_bytes = 2 if work.amp == "bf16" else 4
     added = tuple(adapters(config, targets, rank))
-    return Lora(rank, args.lora_alpha or 2.0 * rank, base_bytes, added)
+    return Lora(rank, flags.lora_alpha or 2.0 * rank, base_bytes, added)
 
 
-def resolve_fp8_layers(args: Args, work: Work, platform: Platform) -> Fp8Work | None:
+def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work | None:
     """The linear layers of a block that run in FP8, if any; UsageError where sizes do not allow it."""
-    if not args.use_fp8:
+    if not flags.use_fp8:
         return None
-    config, recipe = work.config, args.fp8_recipe
-    te = args.fp8_backend == "te"
+    config, recipe = work.config, flags.fp8_recipe
+    te = flags.fp8_backend == "te"
     refuse_te(config, "--use-fp8", te)
     multiple = 16
     if recipe == "mxfp8":  # a scale per 32 numbers; hipBLASLt's matmuls sum over multiples of 128
@@ -591,7 +599,7 @@ def resolve_fp8_layers(args: Args, work: Work, platform: Platform) -> Fp8Work | 
             f"--use-fp8: no layer of {config.path} can run in FP8: {why}; leave it out"
         )
     layers = tuple(layer for name in modules if name not in unfit for layer in modules[name])
-    for layer in layers if args.fp8_all_gather else ():
+    for layer in layers if flags.fp8_all_gather else ():
         if shapes[layer][0] % work.parallelism.shards:
             raise UsageError(
                 f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{layer} do not divide "
@@ -602,10 +610,10 @@ def resolve_fp8_layers(args: Args, work: Work, platform: Platform) -> Fp8Work | 
     if config.experts:
         always["router"] = "always"
     return Fp8Work(
-        args.fp8_backend,
+        flags.fp8_backend,
         recipe,
-        emulated=args.fp8_emulate,
-        all_gather=args.fp8_all_gather,
+        emulated=flags.fp8_emulate,
+        all_gather=flags.fp8_all_gather,
         layers=layers,
         high_precision=always | {f"blocks.*.{name}": why for name, why in unfit.items()},
     )

@@ -14,6 +14,8 @@ from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
     Args,
+    Fp8Flags,
+    FsdpFlags,
     Script,
     TeRecipe,
     TorchaoRecipe,
@@ -25,7 +27,7 @@ from llm_train_bench.settings.flags import (
 FP8_RECIPES = {"te": get_args(TeRecipe), "torchao": get_args(TorchaoRecipe)}
 
 
-def _divided(a: Args, s: Script) -> bool:
+def _divided(a: FsdpFlags, s: Script) -> bool:
     """Whether ranks share a batch, the experts or the layers."""
     return a.tp * a.cp * a.ep > 1 or s is Script.PP
 
@@ -131,7 +133,7 @@ def check(args: Args, script: Script) -> Args:
     """The arguments with `auto` resolved; UsageError in one line where a run could not use them."""
     refuse_foreign(changed(args), script)
     if args.use_fp8:
-        backend, recipe = resolve_fp8(args, script)
+        backend, recipe = resolve_fp8(args, args.pt_compile or _divided(args, script))
         args = dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)
     if message := broken_rule(args, script):
         raise UsageError(message)
@@ -153,12 +155,11 @@ def refuse_foreign(names: Iterable[str], script: Script) -> None:
             raise UsageError(f"{flag_of(name)} has no meaning for {script}; it is for {scripts}")
 
 
-def resolve_fp8(args: Args, script: Script) -> tuple[str, str]:
+def resolve_fp8(args: Fp8Flags, needs_torchao: bool) -> tuple[str, str]:
     """Backend and recipe with `auto` resolved; UsageError where they contradict each other."""
     backend, recipe = args.fp8_backend, args.fp8_recipe
     if backend == "auto":
-        torchao = args.pt_compile or args.fp8_emulate or args.fp8_all_gather
-        torchao = torchao or _divided(args, script)
+        torchao = needs_torchao or args.fp8_emulate or args.fp8_all_gather
         backends = ("torchao", "te") if torchao else ("te", "torchao")
         backend = next(b for b in backends if recipe in ("auto", *FP8_RECIPES[b]))
     if recipe == "auto":

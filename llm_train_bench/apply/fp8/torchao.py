@@ -15,7 +15,6 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import how_to_install
 from llm_train_bench.formulas.scales import PRODUCTS, SCALES, shared_dimensions
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.experts import Stacked
 from llm_train_bench.model.layout import HasWeights, Layout
 from llm_train_bench.model.products import ProductLinear, Products
 from llm_train_bench.model.shapes import present
@@ -117,18 +116,20 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         _check_device(device, fp8.recipe)
     if any(module.startswith("mlp.experts.") for module in fp8.layers):
         _check_version(torchao.__version__)
-    ends = tuple(f".{module}" for module in fp8.layers)
     # One for all layers: the compiler would compile anew for another.
     product: Any = functools.partial(grouped_product, fp8.emulated)
     product = torch.compiler.disable(product)
     for part in getattr(model, "stages", [model]):
-        found = {
-            n: m for n, m in part.named_modules() if n.startswith("blocks.") and n.endswith(ends)
-        }
-        linear = {name for name, module in found.items() if type(module) is nn.Linear}
-        for module in found.values():
-            if isinstance(module, Stacked):
+        converted = [w for w, _ in part.weights() if w.is_matrix and w.module in fp8.layers]
+        linear = {weight.path for weight in converted if not weight.of_experts}
+        for weight in converted:
+            module: Any = part.get_submodule(weight.path)
+            if weight.of_experts:
                 module.product = product
+            elif work.parallelism.divided:
+                module.__class__ = ProductLinear
+                shared = shared_dimensions(weight)
+                module.products = ScaledProducts(fp8.recipe, fp8.emulated, model.layout, shared)
         if not work.parallelism.divided:
             convert_to_float8_training(
                 part,
@@ -139,12 +140,6 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
                 ),
                 module_filter_fn=lambda module, name: name in linear,  # noqa: B023
             )
-            continue
-        for name in linear:
-            module: Any = found[name]
-            module.__class__ = ProductLinear
-            shared = shared_dimensions(work.config.weights[f"{name}.weight"])
-            module.products = ScaledProducts(fp8.recipe, fp8.emulated, model.layout, shared)
     return TorchaoFp8(describe_fp8(fp8, work.config, torchao.__version__))
 
 

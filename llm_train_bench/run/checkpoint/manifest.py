@@ -11,12 +11,12 @@ import zlib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
-from llm_train_bench.model.stored import StoredShard
+from llm_train_bench.model.stored import OTHER_VERSION, SCHEMA_VERSION, StoredShard
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.run.checkpoint.durable import Files, checksum, failure_of
 from llm_train_bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind, present_flags
@@ -53,14 +53,9 @@ class StoredData(StoredFile):
 
 
 class Manifest(Strict):
-    """A committed checkpoint; tensors are named p/NAME, and KEY/NAME for the optimizer's KEY.
+    """A committed checkpoint; tensors are named p/NAME, and KEY/NAME for the optimizer's KEY."""
 
-    Keys that only earlier versions wrote are passed over.
-    """
-
-    model_config = ConfigDict(extra="ignore")
-
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = SCHEMA_VERSION
     run: str
     step: int
     layout: str
@@ -93,8 +88,11 @@ def read_manifest(directory: Path) -> Manifest:
     body = json.dumps(content["manifest"], sort_keys=True)
     if zlib.crc32(body.encode()) != content["crc32"]:
         raise ValueError("the manifest's checksum is wrong")
+    stored = content["manifest"]
+    if isinstance(stored, dict) and stored.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(OTHER_VERSION)
     try:
-        manifest = Manifest.model_validate(content["manifest"])
+        manifest = Manifest.model_validate(stored)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
     for name in manifest.files:
