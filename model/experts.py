@@ -60,9 +60,8 @@ class Router(nn.Linear):
         if e.groups > 1:  # of the best groups alone, by the sum of their two best (DeepSeek-V3)
             grouped = scores.unflatten(1, (e.groups, -1))
             best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(e.groups_per_token).indices
-            open_ = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=scores.device)
-            open_.scatter_(1, best, True)
-            scores = grouped.masked_fill(~open_[..., None], float("-inf")).flatten(1)
+            closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            scores = grouped.masked_fill(closed[..., None], float("-inf")).flatten(1)
         return scores.topk(e.per_token, dim=-1).indices
 
 

@@ -95,14 +95,9 @@ def fill_normal(values: Tensor, std: float, key: str) -> None:
     Each is one of 65536 numbers. Two values are the halves of a 32-bit hash of their number, by two keys
     and rounds as in MurmurHash3.
     """
-    digest, flat = hashlib.sha256(key.encode()).digest(), values.view(-1)
+    digest, out = hashlib.sha256(key.encode()).digest(), values.view(-1)
     first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
     table = _scaled_quantiles(std, values.dtype, values.device)
-    choose(table, flat, first, second)
-
-
-def choose(table: Tensor, out: Tensor, first: int, second: int) -> None:
-    """Set `out` (n,) to entries of `table` (65536,), by PyTorch's operators."""
     pairs = (len(out) + 1) // 2
     at_once = min(GPU_HASHES if out.device.type == "cuda" else CPU_HASHES, pairs)
     options = {"dtype": torch.int32, "device": out.device}

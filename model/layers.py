@@ -51,7 +51,9 @@ class RMSNorm(nn.RMSNorm):
     the traffic of the bf16 residual stream. With an `offset` it multiplies by that plus the weight.
     """
 
-    offset = 0.0
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
+        super().__init__(size, eps)
+        self.offset = float(offset)
 
     def forward(self, x: Tensor) -> Tensor:
         with no_autocast(x.device):
@@ -282,8 +284,8 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             sizes = (n_heads * D, self.n_kv_heads * D) if config.whole_qk_norm else (D, D)
-            self.q_norm, self.k_norm = (RMSNorm(size, config.norm_eps) for size in sizes)
-            self.q_norm.offset = self.k_norm.offset = float(config.norm_offset)
+            eps, offset = config.norm_eps, config.norm_offset
+            self.q_norm, self.k_norm = (RMSNorm(size, eps, offset) for size in sizes)
         self.sinks = nn.Parameter(torch.empty(n_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:

@@ -117,7 +117,7 @@ class _Cpu:
             for part, mask in _Cpu.calls(q, k, window)
         ]
         of_q, of_k, of_v = zip(*parts, strict=True)
-        return sum(of_q[1:], of_q[0]), torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
+        return functools.reduce(torch.add, of_q), torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
 
 
 class _Flash:

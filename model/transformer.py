@@ -104,10 +104,9 @@ def norms_of(config: ModelConfig, spec: LayerSpec) -> list[nn.Module]:
 
 def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
     """A norm over the residual stream."""
-    norm = (RMSNorm if config.rms_norm else LayerNorm)(config.hidden_size, config.norm_eps)
-    if isinstance(norm, RMSNorm):
-        norm.offset = float(config.norm_offset)
-    return norm
+    if config.rms_norm:
+        return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
+    return LayerNorm(config.hidden_size, config.norm_eps)
 
 
 class Transformer(HasWeights):
@@ -191,10 +190,11 @@ class Transformer(HasWeights):
             own, positions = inside[:, own], inside[:, positions]
         if self.first:
             x = self.embed_tokens(x[:, places.gathered], own)
-        ropes, masks = {}, {}
+        ropes: dict[str | None, Rope | None] = {None: None}
+        masks: dict[tuple[str | None, int | None], Mask] = {}
         for name, block in self.blocks.items():
             layer = self.config.layers[int(name)]
-            if layer.rope not in ropes:
+            if layer.rope is not None and layer.rope not in ropes:
                 ropes[layer.rope] = self.rope_for(layer.rope, positions, x.device)
             kind = layer.mixer, layer.window
             if kind not in masks:
@@ -243,12 +243,8 @@ class Transformer(HasWeights):
         # FSDP gathered it in low precision; a CPU would sum its gradient so, row by row.
         return F.embedding(ids, weight.float(), self.embed.padding_idx).to(weight.dtype)
 
-    def rope_for(
-        self, kind: str | None, positions: Tensor | slice, device: torch.device
-    ) -> Rope | None:
+    def rope_for(self, kind: str, positions: Tensor | slice, device: torch.device) -> Rope:
         """The rotary tables of these positions; those of all are made at the first call, in fp32."""
-        if kind is None:
-            return None
         if kind not in self.ropes or self.ropes[kind].cos.device != device:
             tables = rope_tables(self.config, self.seq_len, kind)
             self.ropes[kind] = tables.map(lambda table: table.to(device))
@@ -258,9 +254,7 @@ class Transformer(HasWeights):
         self, layer: LayerSpec, T: int, places: Places, starts: Tensor | None, device: torch.device
     ) -> Mask:
         """What a layer's mixer sees, and so in which kernel; None for PyTorch's causal attention."""
-        if layer.mixer is None:
-            return None
-        if layer.mixer == "recurrent":
+        if not layer.attends:
             return None if starts is None else Seen(starts=starts.to(device, non_blocking=True))
         window = layer.window if layer.window is None or layer.window < T else None
         if window is None and starts is None and places.queries is None and not self.config.sinks:
