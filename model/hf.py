@@ -1,5 +1,6 @@
 """Hugging Face weights: names, layouts, reading and writing safetensors."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -19,7 +20,6 @@ from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings
 from llm_train_bench.model.stored import (
-    OTHER_ORDER,
     OTHER_VERSION,
     SCHEMA_VERSION,
     StoredShard,
@@ -41,8 +41,9 @@ TRAINING_KEYS = """name embedding_dropout residual_dropout attention_dropout
     initializer_range pad_token_id mtp_layers""".split()
 # Tables that old checkpoints kept beside the weights.
 NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# A parameter's name to the function that reads it, whole but for padding rows.
-Pretrained = dict[str, Callable[[], Tensor]]
+# A parameter's name to the function that reads it as a row of the run's own table says; a checkpoint's
+# has padding rows too.
+Pretrained = dict[str, Callable[[Weight], Tensor]]
 
 
 class _Stored(NamedTuple):
@@ -142,7 +143,7 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
                 raise ConfigError(f"{where} holds {stored.kind}; quantised weights are not read")
             parts.append(stored)
             used[stored.name] = weight.name
-        readers[weight.name] = functools.partial(_read, weight, parts)
+        readers[weight.name] = functools.partial(_read, parts)
     for name in index.keys() - used.keys():
         if config.tie_word_embeddings and name == "lm_head.weight":
             embed = next(theirs for theirs, ours in used.items() if ours == "embed.weight")
@@ -189,12 +190,12 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
                 raise ConfigError(f"{directory}: has no {name}; is it a checkpoint of that model?")
             if (shape := list(tensor["shape"])) != list(parameter.shape):
                 raise _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
-            if tensor["groups"] != weight.groups:
-                raise ConfigError(f"{directory}: {name} {OTHER_ORDER}")
             parts = [StoredShard(part["file"], Shard(*part["shard"])) for part in tensor["parts"]]
             whole = Shard((0,) * len(shape), tuple(shape))
-            read = (directory, f"p/{name}", parts, whole, torch.float32)
-            readers[name] = functools.partial(read_block, *read)
+            read = functools.partial(
+                read_block, directory, f"p/{name}", parts, whole, torch.float32
+            )
+            readers[name] = functools.partial(_regroup, read, tensor["groups"])
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -202,7 +203,15 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
     return readers
 
 
-def _read(weight: Weight, parts: list[_Stored]) -> Tensor:
+def _regroup(read: Callable[[], Tensor], groups: int, weight: Weight) -> Tensor:
+    """What `read` returns with its rows in so many groups, in the order of the row `weight`."""
+    value = read()
+    stored = torch.cat(segment_rows(dataclasses.replace(weight, groups=groups)))
+    value[torch.cat(segment_rows(weight))] = value[stored]
+    return value
+
+
+def _read(parts: list[_Stored], weight: Weight) -> Tensor:
     values = []
     for part in parts:
         values.append(part.read())

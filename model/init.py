@@ -42,7 +42,7 @@ def fill(
     real = parameter[: len(parameter) - weight.padding]
     parameter[len(real) :].zero_()
     if pretrained is not None and weight.name in pretrained:
-        real.copy_(pretrained[weight.name]()[: len(real)])
+        real.copy_(pretrained[weight.name](weight)[: len(real)])
     elif isinstance(weight.init, Ramp):
         ramp = torch.linspace(*weight.init, real.numel(), device="cpu")
         real.copy_(ramp.view_as(real))

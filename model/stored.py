@@ -20,7 +20,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SCHEMA_VERSION = 3
 EXPORT = "export it there (--init-from CHECKPOINT --export), and give the export to --init-from"
 OTHER_VERSION = f"is a checkpoint of another version; {EXPORT}"
-OTHER_ORDER = f"has rows in another order: only one of both runs has TE's modules; {EXPORT}"
+OTHER_ORDER = "has rows in another order: only one of both runs has TE's modules; use --init-from"
 
 
 @dataclasses.dataclass(frozen=True)

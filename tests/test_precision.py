@@ -320,6 +320,22 @@ def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_
     assert helpers.only_result(tmp_path / "te")["fp8"]["n_linear_layers"] == 8
 
 
+def test_te_starts_from_weights_of_plain_runs_and_these_from_its_own(te_in_place, tmp_path):
+    """From a checkpoint as from an export; only LayerNormMLP has all gates before up."""
+    argv = ["tests/configs/qwen3.json", *TINY[1:], "--lr", "1e-2", "--lr-warmup-steps", "0"]
+    kinds = {"plain": [], "te": ["--linear", "te"]}
+    for name, flags in kinds.items():
+        trained(tmp_path / name, argv, flags, "--amp off --save-every 2 --export --run-name first")
+        first = tmp_path / name / "first"
+        for path in (max((first / "checkpoints").glob("step-*")), first / "export"):
+            losses = []
+            for kind, more in kinds.items():
+                out = tmp_path / f"{kind} from {name} {path.name}"
+                trained(out, argv, more, "--amp off --init-from", path)
+                losses.append(read_steps(out)[0]["loss"])
+            assert losses[0] == pytest.approx(losses[1], rel=1e-6), path
+
+
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_te_without_fp8_is_plain_and_named(family, te_in_place, tmp_path):
     """The same losses and norms of gradients, by its modules."""
