@@ -227,6 +227,11 @@ class Reader(Keys):
             table.append(LayerSpec(mixer, mlp, window, rope, before, after))
         return tuple(table)
 
+    def window_size(self, key: str, default: int | None) -> int | None:
+        """Positions of the sliding window; transformers writes 0 where it is switched off."""
+        off = self.raw.get("use_sliding_window") is False
+        return self.integer(key, default, minimum=0 if off else 1, null=True)
+
     @property
     def window(self) -> int | None:
         """The sliding window, unless it is switched off."""
@@ -432,9 +437,10 @@ BY_TYPE: dict[type, Callable[..., Any]] = {bool: Keys.boolean, float: Keys.numbe
 RULES: dict[str, Callable[..., Any]] = dict.fromkeys(("dropout", "pdrop", "rate"), Keys.fraction)
 RULES |= dict.fromkeys(("act", "activation", "function"), Keys.activation)
 RULES |= dict.fromkeys(("multiplier", PART), partial(Keys.number, null=False))
-RULES |= dict.fromkeys("num_key_value_heads head_dim sliding_window q_lora_rank".split(),
+RULES |= dict.fromkeys("num_key_value_heads head_dim q_lora_rank".split(),
                        partial(Keys.integer, null=True))
 RULES |= dict(
+    sliding_window=Reader.window_size,
     pad_token_id=partial(Keys.integer, null=True, minimum=-(2**31)), layer_types=Reader.special_layers,
     n_shared_experts=partial(Keys.integer, null=True, minimum=0),
     first_k_dense_replace=lambda *read: range(Keys.integer(*read, minimum=0)),

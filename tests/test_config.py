@@ -11,6 +11,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from llm_train_bench.formulas import parameters
 from llm_train_bench.formulas.parameters import count_parameters, learnt_weights
+from llm_train_bench.model import families
 from llm_train_bench.model.config import ConfigError, keep_first_layers, load_config, parse_config
 from llm_train_bench.model.config import describe_keys_without_effect as remark_on
 from llm_train_bench.model.hf import save_pretrained
@@ -156,25 +157,30 @@ def test_text_config_is_read(outer):
         parse_config(whole | dict(text_config=text | dict(model_type="t5")), "x.json")
 
 
-def test_absent_keys_take_the_defaults_of_transformers():
-    """With only the required keys, the resolved values are those of transformers' own classes."""
-    required = dict(vocab_size=97, hidden_size=128, intermediate_size=80, num_hidden_layers=3)
-    for family in ("llama", "mistral", "qwen2", "qwen3"):
-        values = required | dict(model_type=family, num_attention_heads=32)
-        ours = parse_config(values, "x.json")
-        theirs = transformers.AutoConfig.for_model(**values)
-        assert ours.num_key_value_heads == theirs.num_key_value_heads
-        assert ours.max_position_embeddings == theirs.max_position_embeddings
-        assert ours.norm_eps == theirs.rms_norm_eps
-        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-        assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
-        assert {layer.window for layer in ours.layers} == {getattr(theirs, "sliding_window", None)}
-    ours = parse_config({"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4}, "x.json")
-    theirs = transformers.GPT2Config()
-    assert ours.vocab_size == theirs.vocab_size
-    assert ours.max_position_embeddings == theirs.n_positions
-    assert (ours.residual_dropout, ours.embedding_dropout, ours.attention_dropout) == (0.1,) * 3
+# Sizes for keys that every file gives.
+SIZES = dict(
+    vocab_size=300000, hidden_size=8192, num_attention_heads=128, num_hidden_layers=6, n_embd=48,
+    intermediate_size=80, n_layer=2, n_head=4)  # fmt: skip
+# Keys of rows that are read by a rule and are no field themselves.
+BY_RULE = """attention_bias decoder_sparse_step expert_hidden_dim full_attention_interval layer_types
+    mamba_expand max_window_layers no_rope_layer_interval partial_rotary_factor query_pre_attn_scalar
+    rope_interleave rope_local_base_freq rope_theta rotary_dim shared_intermediate_size sliding_window
+    sliding_window_pattern time_step_limit use_sliding_window""".split()
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_absent_keys_take_the_defaults_of_transformers(family):
+    """A file with the required keys alone is read as the one that transformers writes of it."""
+    row = families.FAMILIES[family].keys
+    sizes = SIZES | (dict(num_attention_heads=32) if family == "mistral4" else {})
+    required = {key: sizes[key] for key, default in row.items() if default is ...}
+    known = "deepseek_v3" if family == "kimi_k2" else family
+    theirs = transformers.AutoConfig.for_model(known, **required).to_dict()
+    theirs = json.loads(json.dumps(theirs, default=str)) | dict(model_type=family)
+    ours = parse_config(required | dict(model_type=family), "x.json").shape()
+    assert ours == parse_config(theirs, "x.json").shape()
+    fields = {*families.MODEL, *families.LATENT, *families.RECURRENT, *families.EXPERTS, *BY_RULE}
+    assert {key for key, default in row.items() if not isinstance(default, list)} <= fields
 
 
 def test_hash_is_of_the_shape_not_of_the_text(tmp_path):
