@@ -2,8 +2,10 @@
 
 A row has the keys of a config.json. Its values are transformers' defaults of absent keys, and tell what a
 key is: a whole number from 1 on (`...` has no default, None may be null), a number above 0, or true or
-false. A list has the only value implemented. A function in a row reads its key; RULES has more of them,
-by a key's name or the last word of it. They may use the keys that the row has before.
+false. A list has the only value implemented. RULES has other ways to read, by a key's name or the last
+word of it: names of activations, dropouts, layers. A function in place of a default reads its key, from
+the reader and the key's name; one in place of a field's value computes the field, from the reader. Both
+may use the keys that the row has before.
 """
 
 import math
@@ -90,7 +92,8 @@ class Reader(Keys):
     def special_layers(self, key: str, rule: int | str | range) -> list[int]:
         """Layers that layer_types gives a window or a recurrent mixer.
 
-        Without it all but every n-th, where the row has n or its key; or those that the key has.
+        If it is absent, `rule` tells: a number n, or a key with one, means all but every n-th layer; a
+        range, or a key with a list, means those layers.
         """
         recurrent, layers = self.family.recurrent is not None, range(self["num_hidden_layers"])
         special = ("linear_attention", "mamba") if recurrent else ("sliding_attention",)

@@ -135,7 +135,7 @@ class Keys:
         return float(value)
 
     def fraction(self, key: str, default: float, below: float = 1, to: str = "to below 1") -> float:
-        """A number from 0 to below 1, such as a dropout rate; null is none."""
+        """A number from 0 to below 1, such as a dropout rate."""
         value = self.get(key, default)
         fits = type(value) in (int, float) and 0 <= value < below
         self.check(fits, key, f"must be a number from 0 {to}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 
@@ -27,8 +28,8 @@ FLAGS, METRICS = "llm_train_bench/settings/flags.py", "llm_train_bench/results/m
 # For a family, a flag and a metric: the file, the place, and the text to insert before it.
 INSERTIONS = [
     ("model/families.py", '    "mistral": Family(',
-     '    "arcee": Family(BIASES | dict(hidden_act="relu2", rms_norm_eps=1e-5,\n'
-     "        max_position_embeddings=4096), dict(gated_mlp=False)),\n"),
+     re.search(r"```python\n(.*?)   ```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[1]
+     .replace("\n   ", "\n")[3:].rstrip(" ")),
     ("model/hf_names.py", '    "mixtral": BLOCK', '    "arcee": {"mlp.up": "mlp.up_proj"},\n'),
     (FLAGS, "    grad_clip: float = flag(",
      "    lr_power: float = flag(1.0, LEARNT, above=0, at_most=2)\n"),
