@@ -78,7 +78,11 @@ def copy_to_host(
         if name not in copies:
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         copies[name].copy_(tensor, non_blocking=True)
-    return torch.cuda.current_stream().record_event() if pinned else None
+    if not pinned:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
