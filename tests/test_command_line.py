@@ -20,7 +20,7 @@ from llm_train_bench.base.machine import version_text
 from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.estimate.predict import EstimateArgs, EstimateFlags
 from llm_train_bench.settings import other_names
-from llm_train_bench.settings.command_line import parse_args, parse_dataclass, remarks_on
+from llm_train_bench.settings.command_line import parse_args, parse_dataclass
 from llm_train_bench.settings.flags import Args, Script, declared, defaults, flag_of, help_texts
 from llm_train_bench.settings.other_names import in_our_words
 from tests.helpers import ROOT, python, words
@@ -137,7 +137,7 @@ ACCEPTED = [
      dict(bsz=3, global_bsz=9, n_steps=2, config=TINY)),
     (f"train.py --n_steps=3 --lr 1e-3 {TINY} --track wandb",
      dict(n_steps=3, lr=1e-3, config=TINY, track=("wandb",))),
-    ("train.py gpt2-tiny --bsz 2 --bsz 3", dict(bsz=3)),
+    ("train.py gpt2-tiny --bsz 2 --bsz 3 --pt-compile --pt_compile", dict(bsz=3, pt_compile=True)),
     ("train.py gpt2-125m --seq-len 1k --n-steps 1e2 --seed 2k",
      dict(seq_len=1024, n_steps=100, seed=2000)),
     ("train.py gpt2-tiny", dict(config=TINY)), ("train.py gpt2-tiny.json", dict(config=TINY)),
@@ -168,19 +168,6 @@ def test_ten_flags_of_other_trainers_are_ours_and_answers_name_ours(tmp_path):
     assert {f"--{ours}" for ours in other_names.ACCEPTED.values()} <= known
     own = {n.replace("_", "-") for n, flag in declared(Args).items() if not flag.positional}
     assert not own & (other_names.ACCEPTED | other_names.ANSWERED).keys()
-
-
-def test_what_is_no_mistake_but_worth_a_line_is_said(capsys):
-    argv = words("gpt2-tiny --bsz 2 --micro-batch-size=4 --pt-compile --pt_compile")
-    assert parse_args(argv, "train.py").bsz == 4
-    assert remarks_on(argv) == [
-        "--bsz is given twice; the last one counts",
-        "--pt-compile is given twice; the last one counts",
-    ]
-    assert run("sweep.py", words("--models gpt2-tiny --dry-run --repeats 2 --repeats 3")) == 0
-    said = capsys.readouterr()
-    assert said.err == "sweep.py: --repeats is given twice; the last one counts\n"
-    assert "1 setting x 3 repeats = 3 runs" in said.out
 
 
 def test_numbers_are_read_as_people_write_them():

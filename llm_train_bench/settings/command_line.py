@@ -1,10 +1,8 @@
 """From a command line to checked arguments; each mistake becomes one line. Needs no torch."""
 
-import collections
 import contextlib
 import dataclasses
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -74,13 +72,6 @@ def asked_for(argv: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
-def remarks_on(argv: Sequence[str]) -> list[str]:
-    """A line on each flag that is given twice."""
-    counts = collections.Counter(given_fields(in_our_words(argv)))
-    twice = [flag_of(name) for name, n in counts.items() if n > 1]
-    return [f"{flag} is given twice; the last one counts" for flag in twice]
-
-
 def parse_dataclass(
     kind: type[Parsed], argv: Sequence[str], prog: str, script: Script | None = None
 ) -> Parsed:
@@ -105,8 +96,6 @@ def parse_dataclass(
         values["config"] = shipped_config(values["config"])
     parsed = kind(**(defaults(kind) | values))
     check_bounds(parsed, values.keys() if script is None else ())
-    for remark in remarks_on(argv) if script is None else ():  # the training scripts say it early
-        print(f"{prog}: {remark}", file=sys.stderr)
     return parsed
 
 
