@@ -331,23 +331,12 @@ class SaveFlags:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankFlags:
-    """Several devices.
+class ParallelFlags:
+    """Several devices: processes, DDP, FSDP and pipelines.
 
     nproc: Processes to start without a launcher. By default one per GPU, two on a CPU.
     dist_timeout: Seconds after which a rank stops waiting for another (NCCL: a quarter more).
     max_restarts: Number of times to restart all ranks from the newest checkpoint after one failed.
-    """
-
-    nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
-    dist_timeout: float = flag(600.0, OUTPUT, scripts=SEVERAL, above=0)
-    max_restarts: int = flag(0, OUTPUT, scripts=SEVERAL, at_least=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class ParallelFlags:
-    """DDP, FSDP and pipelines.
-
     bucket_cap_mb: Size of DDP's buckets, in which gradients are reduced [MiB].
     zero1: Shard the optimizer state over the ranks (ZeRO stage 1).
     reshard_after_forward: always: free gathered blocks after forward and gather them again in
@@ -365,6 +354,9 @@ class ParallelFlags:
     pp_layers: Blocks of each stage, such as 16 16 15 with --pp 3. By default as equal as can be.
     """
 
+    nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
+    dist_timeout: float = flag(600.0, OUTPUT, scripts=SEVERAL, above=0)
+    max_restarts: int = flag(0, OUTPUT, scripts=SEVERAL, at_least=0)
     bucket_cap_mb: float = flag(25.0, SPEED, scripts=(Script.DDP,), above=0)
     zero1: bool = flag(False, SPEED, scripts=(Script.DDP,))
     reshard_after_forward: Literal["always", "never"] = flag(
@@ -411,8 +403,8 @@ class ProfileFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Args(  # dataclasses take fields from the last base first
-    ProfileFlags, ParallelFlags, RankFlags, SaveFlags, OutputFlags, OptimizerFlags, LoraFlags,
-    DataFlags, CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags, ModelFlags,
+    ProfileFlags, ParallelFlags, SaveFlags, OutputFlags, OptimizerFlags, LoraFlags, DataFlags,
+    CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags, ModelFlags,
 ):  # fmt: skip
     """Train a language model for some steps and report its speed."""
 
