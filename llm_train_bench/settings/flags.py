@@ -332,7 +332,7 @@ class SaveFlags:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelFlags:
-    """Several devices: processes, DDP, FSDP and pipelines.
+    """Several devices (processes, DDP, FSDP, pipelines).
 
     nproc: Processes to start without a launcher. By default one per GPU, two on a CPU.
     dist_timeout: Seconds after which a rank stops waiting for another (NCCL: a quarter more).
