@@ -19,9 +19,10 @@ from llm_train_bench import __version__
 from llm_train_bench.base.machine import version_text
 from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.estimate.predict import EstimateArgs, EstimateFlags
-from llm_train_bench.settings.command_line import parse_args, parse_dataclass, remarks_on
+from llm_train_bench.settings import other_names
+from llm_train_bench.settings.command_line import parse_args, parse_dataclass
 from llm_train_bench.settings.flags import Args, Script, declared, defaults, flag_of, help_texts
-from llm_train_bench.settings.other_names import in_our_words, tables
+from llm_train_bench.settings.other_names import in_our_words
 from tests.helpers import ROOT, answers, python, words
 
 TINY = "configs/gpt2-tiny.json"
@@ -81,7 +82,7 @@ def test_help_shows_a_group_a_flag_or_all(capsys):
         lines = capsys.readouterr().out.splitlines()
         return [line.split()[0] for line in lines if line.startswith("  --")]
 
-    assert shown("ddp") == ["--bucket-cap-mb", "--zero1"]
+    assert shown("parallel")[3:] == ["--bucket-cap-mb", "--zero1", "--reduce-dtype"]
     assert shown("sac-freq") == shown("--bsz", "4")[8:9] == ["--sac-freq"]
     assert run("train.py", ["--help=fp8", "--from", "none.yaml"]) == 0
     assert "--fp8-recipe" in capsys.readouterr().out
@@ -138,7 +139,7 @@ def test_names_of_other_trainers_underscores_and_any_order_are_accepted(command,
 
 
 def test_ten_flags_of_other_trainers_are_ours_and_answers_name_ours(tmp_path):
-    assert len(tables()["accepted"]) == 10
+    assert len(other_names.ACCEPTED) == 10
     assert in_our_words(["--steps", "--steps=5", "--model.steps=5", "steps"]) == [
         "--n-steps", "--n-steps=5", "--model.steps=5", "steps"]  # fmt: skip
     path = tmp_path / "run.yaml"
@@ -149,27 +150,11 @@ def test_ten_flags_of_other_trainers_are_ours_and_answers_name_ours(tmp_path):
     a = parse_args(["--from", str(path), *more], "train.py")
     assert (a.bsz, a.global_bsz, a.grad_acc_steps) == (2, None, 4)
     known = {flag_of(n) for kind in (*KINDS, Args) for n in declared(kind)}
-    for name, table in tables().items():
-        for theirs, ours in table.items():
-            named = re.findall(r"--[a-z0-9-]+", f"--{ours}" if name == "accepted" else ours)
-            assert set(named) <= known, (theirs, named)
-            assert name in ("accepted", "remarks", "values", *TOOLS) or f"--{theirs}" not in {
-                flag_of(n) for n, f in declared(Args).items() if not f.positional
-            }
-
-
-def test_what_is_no_mistake_but_worth_a_line_is_said(capsys):
-    argv = words("gpt2-tiny --max-steps 3 --bsz 2 --micro-batch-size=4 --pt-compile --pt_compile")
-    assert parse_args(argv, "train.py").bsz == 4
-    assert remarks_on(argv) == [
-        "--bsz is given twice; the last one counts",
-        "--pt-compile is given twice; the last one counts",
-        "--max-steps is --n-steps: these are the measured steps; --warmup-steps come before them",
-    ]
-    assert run("sweep.py", words("--models gpt2-tiny --dry-run --repeats 2 --repeats 3")) == 0
-    said = capsys.readouterr()
-    assert said.err == "sweep.py: --repeats is given twice; the last one counts\n"
-    assert "1 setting x 3 repeats = 3 runs" in said.out
+    for theirs, ours in (other_names.ANSWERED | other_names.VALUES).items():
+        assert set(re.findall(r"--[a-z0-9-]+", ours)) <= known, theirs
+    assert {f"--{ours}" for ours in other_names.ACCEPTED.values()} <= known
+    own = {n.replace("_", "-") for n, flag in declared(Args).items() if not flag.positional}
+    assert not own & (other_names.ACCEPTED | other_names.ANSWERED).keys()
 
 
 def test_numbers_are_read_as_people_write_them():

@@ -27,7 +27,7 @@ from llm_train_bench.run import failures
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.signals import end_at_first, handled_by
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import RankFlags, Script, flag_of
+from llm_train_bench.settings.flags import ParallelFlags, Script, flag_of
 from llm_train_bench.settings.plan import make_plan
 
 
@@ -110,7 +110,7 @@ def warn_of_memory(work: Work, has: float) -> Iterator[str]:
     yield f"memory may not suffice: {needs}; {use}"
 
 
-def check_started_by_launcher(flags: RankFlags) -> None:
+def check_started_by_launcher(flags: ParallelFlags) -> None:
     """UsageError for flags that work only if the script starts its ranks itself."""
     for flag, instead in (("nproc", "its --nproc-per-node"), ("max_restarts", "torchrun's own")):
         if getattr(flags, flag):

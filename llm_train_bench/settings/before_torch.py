@@ -12,7 +12,7 @@ from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.machine import detect_platform, n_cores
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.json_keys import ConfigError
-from llm_train_bench.settings.command_line import parse_args, remarks_on
+from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
 
@@ -33,16 +33,12 @@ def check_early(argv: list[str], name: str) -> None:
         sys.exit(2)
 
 
-def launchers_rank() -> str | None:
-    """The rank that a launcher gave this process; then one of each machine says what is wrong, later."""
-    pairs = [(os.environ.get(rank), os.environ.get(size)) for rank, size, _ in start.LAUNCHERS]
-    return next((rank for rank, size in pairs if rank and size), None)
+def has_launcher() -> bool:
+    """Whether a launcher gave this process a rank: then one of each machine says what is wrong, later."""
+    names = [(rank, size) for rank, size, _ in start.LAUNCHERS]
+    return any(os.environ.get(rank) and os.environ.get(size) for rank, size in names)
 
 
 script = Path(sys.argv[0]).name
-if start.is_script() and script in set(Script):
-    if (rank := launchers_rank()) is None:
-        check_early(sys.argv[1:], script)
-    if rank in (None, "0") and start.PARENT not in os.environ:
-        for remark in remarks_on(sys.argv[1:]):  # worth a line though it is no mistake
-            print(f"{script}: {remark}", file=sys.stderr)
+if start.is_script() and script in set(Script) and not has_launcher():
+    check_early(sys.argv[1:], script)

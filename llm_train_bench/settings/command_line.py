@@ -1,10 +1,8 @@
 """From a command line to checked arguments; each mistake becomes one line. Needs no torch."""
 
-import collections
 import contextlib
 import dataclasses
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,13 +22,7 @@ from llm_train_bench.settings.flags import (
     to_argv,
 )
 from llm_train_bench.settings.help_text import help_text
-from llm_train_bench.settings.other_names import (
-    in_our_words,
-    no_such_flag,
-    replacement,
-    right_value,
-    surprises,
-)
+from llm_train_bench.settings.other_names import VALUES, in_our_words, no_such_flag, replacement
 from llm_train_bench.settings.rules import check, refuse_foreign
 
 Parsed = TypeVar("Parsed")
@@ -80,14 +72,6 @@ def asked_for(argv: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
-def remarks_on(argv: Sequence[str]) -> list[str]:
-    """A line on each flag that is given twice, and on others' flags whose meaning may surprise."""
-    counts = collections.Counter(given_fields(in_our_words(argv)))
-    given_twice = [flag_of(name) for name, n in counts.items() if n > 1]
-    twice = [f"{flag} is given twice; the last one counts" for flag in given_twice]
-    return [*twice, *surprises(argv)]
-
-
 def parse_dataclass(
     kind: type[Parsed], argv: Sequence[str], prog: str, script: Script | None = None
 ) -> Parsed:
@@ -112,8 +96,6 @@ def parse_dataclass(
         values["config"] = shipped_config(values["config"])
     parsed = kind(**(defaults(kind) | values))
     check_bounds(parsed, values.keys() if script is None else ())
-    for remark in remarks_on(argv) if script is None else ():  # the training scripts say it early
-        print(f"{prog}: {remark}", file=sys.stderr)
     return parsed
 
 
@@ -163,17 +145,13 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
 def _unknown(word: str, texts: Sequence[str], flags: Mapping[str, Flag], prog: str) -> UsageError:
     """What to say of a flag that `prog` does not have, and of the words after it."""
     written = flag_of(field_of(word))
-    own = [n for n, f in flags.items() if prog not in set(Script) or prog in f.scripts]
-    section, _, last = field_of(word).rpartition(".")
-    if section and last in own:  # as in --training.seq-len
-        return UsageError(f"{written}: no such flag; use {flag_of(last)}")
-    ours = (replacement(word, prog) or written).split()[0].strip(",:")
-    field = field_of(ours)
-    if field in declared(Args) and field not in flags:
+    ours = (replacement(word) or written).split()[0].strip(",:")
+    if field_of(ours) in declared(Args).keys() - flags.keys():
         value = texts[0] if texts and not texts[0].startswith("-") else "VALUE"
         use = f"use --set {ours[2:]}={value}" if "set" in flags else "it is a flag of train.py"
         return UsageError(f"{written}: no such flag of {prog}; {use}")
-    hint = no_such_flag(word, own, prog)
+    own = [n for n, f in flags.items() if prog not in set(Script) or prog in f.scripts]
+    hint = no_such_flag(word, own)
     return UsageError(f"{written}: {hint}" + ("" if ";" in hint else f"; see {prog} --help"))
 
 
@@ -190,7 +168,7 @@ def _value(written: str, flag: Flag, text: str) -> Any:
         return flag.parse(text)
     except ValueError:
         pass
-    if right := right_value(written, text):
+    if right := VALUES.get(f"{written} {text}"):
         raise UsageError(f"{written} {text}: no such value; use {right}")
     near = did_you_mean(text.lower(), [word for word in flag.options if isinstance(word, str)])
     raise UsageError(f"{written} {text}: must be {allowed(flag)}{near}")

@@ -205,20 +205,10 @@ class Fp8Flags:
 
 @dataclasses.dataclass(frozen=True)
 class CompileFlags:
-    """Compilation and kernels.
+    """Compilation and activation checkpointing.
 
     pt_compile: Compile each block and the loss with torch.compile.
     compile_mode: Mode of torch.compile. reduce-overhead and max-autotune use CUDA graphs.
-    """
-
-    pt_compile: bool = flag(False, SPEED, headline=True, common=True)
-    compile_mode: CompileMode = flag("default", SPEED, needs="pt_compile")
-
-
-@dataclasses.dataclass(frozen=True)
-class RecomputeFlags:
-    """Activation checkpointing.
-
     sac_freq: Recompute the activations of Q out of every P blocks in backward: 1/1 for all blocks,
         1/4 for every fourth.
     sac_policy: What a chosen block recomputes. block: everything. op: everything except matmuls,
@@ -227,6 +217,8 @@ class RecomputeFlags:
         computation. With --sac-freq 1/1 these are the inputs of blocks alone.
     """
 
+    pt_compile: bool = flag(False, SPEED, headline=True, common=True)
+    compile_mode: CompileMode = flag("default", SPEED, needs="pt_compile")
     sac_freq: str | None = flag(None, SPEED, metavar="Q/P", headline=True, common=True)
     sac_policy: Literal["block", "op"] = flag("block", SPEED, needs="sac_freq")
     offload_activations: bool = flag(False, SPEED)
@@ -339,35 +331,14 @@ class SaveFlags:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankFlags:
-    """Several devices.
+class ParallelFlags:
+    """Several devices (processes, DDP, FSDP, pipelines).
 
     nproc: Processes to start without a launcher. By default one per GPU, two on a CPU.
     dist_timeout: Seconds after which a rank stops waiting for another (NCCL: a quarter more).
     max_restarts: Number of times to restart all ranks from the newest checkpoint after one failed.
-    """
-
-    nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
-    dist_timeout: float = flag(600.0, OUTPUT, scripts=SEVERAL, above=0)
-    max_restarts: int = flag(0, OUTPUT, scripts=SEVERAL, at_least=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class DdpFlags:
-    """DDP.
-
-    bucket_cap_mb: Size of the buckets in which gradients are reduced [MiB].
+    bucket_cap_mb: Size of DDP's buckets, in which gradients are reduced [MiB].
     zero1: Shard the optimizer state over the ranks (ZeRO stage 1).
-    """
-
-    bucket_cap_mb: float = flag(25.0, SPEED, scripts=(Script.DDP,), above=0)
-    zero1: bool = flag(False, SPEED, scripts=(Script.DDP,))
-
-
-@dataclasses.dataclass(frozen=True)
-class FsdpFlags:
-    """FSDP.
-
     reshard_after_forward: always: free gathered blocks after forward and gather them again in
         backward. never: keep them.
     reduce_dtype: Format in which gradients are reduced; bf16 halves the traffic (DDP too).
@@ -378,8 +349,16 @@ class FsdpFlags:
     cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory.
     reduce_last: Reduce gradients after the last micro batch alone. Until then each rank keeps all
         gradients whole.
+    pp: Split the layers over N groups of neighbouring ranks. train_pp.py uses 2 by default.
+    pp_virtual: Stages per rank. 1 uses the schedule 1F1B, more use Interleaved1F1B.
+    pp_layers: Blocks of each stage, such as 16 16 15 with --pp 3. By default as equal as can be.
     """
 
+    nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
+    dist_timeout: float = flag(600.0, OUTPUT, scripts=SEVERAL, above=0)
+    max_restarts: int = flag(0, OUTPUT, scripts=SEVERAL, at_least=0)
+    bucket_cap_mb: float = flag(25.0, SPEED, scripts=(Script.DDP,), above=0)
+    zero1: bool = flag(False, SPEED, scripts=(Script.DDP,))
     reshard_after_forward: Literal["always", "never"] = flag(
         "always", SPEED, scripts=(Script.FSDP,)
     )
@@ -390,17 +369,6 @@ class FsdpFlags:
     ep: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True, common=True)
     cpu_offload: bool = flag(False, SPEED, scripts=(Script.FSDP,))
     reduce_last: bool = flag(False, SPEED, scripts=(Script.FSDP,))
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineFlags:
-    """Pipeline.
-
-    pp: Split the layers over N groups of neighbouring ranks. train_pp.py uses 2 by default.
-    pp_virtual: Stages per rank. 1 uses the schedule 1F1B, more use Interleaved1F1B.
-    pp_layers: Blocks of each stage, such as 16 16 15 with --pp 3. By default as equal as can be.
-    """
-
     pp: int | None = flag(None, SPEED, scripts=(Script.PP,), at_least=2, common=True)
     pp_virtual: int = flag(1, SPEED, scripts=(Script.PP,), at_least=1)
     pp_layers: tuple[int, ...] = flag((), SPEED, scripts=(Script.PP,))
@@ -408,7 +376,7 @@ class PipelineFlags:
 
 @dataclasses.dataclass(frozen=True)
 class ProfileFlags:
-    """Time and memory profiles.
+    """Profiles, peak and price.
 
     profile: Capture some steps with torch.profiler: traces per rank, and a breakdown in
         result.json.
@@ -419,6 +387,8 @@ class ProfileFlags:
     no_observe: Do not trace an extra step at the end to observe which kernels ran.
     memory_snapshot: Record the allocator's history of the warm-up in memory.pickle, for PyTorch's
         memory viewer.
+    peak_tflops: Dense BF16 peak of a device that configs/hardware.json does not list [TFLOP/s].
+    usd_per_hour: Price of one device [US$/h], for usd_per_million_tokens.
     """
 
     profile: bool = flag(False, OUTPUT, common=True)
@@ -427,25 +397,14 @@ class ProfileFlags:
     nsys_end: int | None = flag(None, OUTPUT)
     no_observe: bool = flag(False, OUTPUT)
     memory_snapshot: bool = flag(False, OUTPUT)
-
-
-@dataclasses.dataclass(frozen=True)
-class PeakFlags:
-    """Peak and price.
-
-    peak_tflops: Dense BF16 peak of a device that configs/hardware.json does not list [TFLOP/s].
-    usd_per_hour: Price of one device [US$/h], for usd_per_million_tokens.
-    """
-
     peak_tflops: float | None = flag(None, OUTPUT, above=0)
     usd_per_hour: float | None = flag(None, OUTPUT, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Args(  # dataclasses take fields from the last base first
-    PeakFlags, ProfileFlags, PipelineFlags, FsdpFlags, DdpFlags, RankFlags, SaveFlags, OutputFlags,
-    OptimizerFlags, LoraFlags, DataFlags, RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags,
-    BatchFlags, ModelFlags,
+    ProfileFlags, ParallelFlags, SaveFlags, OutputFlags, OptimizerFlags, LoraFlags, DataFlags,
+    CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags, ModelFlags,
 ):  # fmt: skip
     """Train a language model for some steps and report its speed."""
 

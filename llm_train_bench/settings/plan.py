@@ -41,7 +41,6 @@ from llm_train_bench.settings.flags import (
     Fp8Flags,
     FsdpFlags,
     LoraFlags,
-    ModelFlags,
     OptimizerFlags,
     Script,
 )
@@ -160,7 +159,6 @@ def make_plan(
             return make_plan(small, script, world, platform, config, memory_gib, native_amp)
 
         return sized(1) if memory_gib is None else largest_plan(sized, args.global_bsz, memory_gib)
-    check_route(args, config)
     amp = resolve_amp(args, script, config, platform, native_amp)
     schedule = make_schedule(args, platform)
     seq_len = resolve_seq_len(args.seq_len, config)
@@ -191,14 +189,13 @@ def make_plan(
     return Plan(script, args, platform, work, schedule, packing, notes)
 
 
-def check_route(flags: ModelFlags, config: ModelConfig) -> None:
-    """UsageError for a route to experts that are not there."""
-    if flags.route == "balanced" and "experts" not in config.parts:
-        raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
-
-
 def check_dealing(work: Work) -> None:
-    """UsageError where experts cannot be dealt out in turn: a rank does not know its tokens' places."""
+    """UsageError where experts cannot be dealt out in turn.
+
+    There are none, or a rank does not know its tokens' places.
+    """
+    if work.balanced and "experts" not in work.config.parts:
+        raise UsageError(f"--route balanced: {work.config.path} has no experts; leave it out")
     if work.balanced and work.batch.documents and work.by_tokens:
         raise UsageError(
             "--route balanced with --pack: cp ranks that gather keys have other tokens of each sample; "
@@ -521,23 +518,19 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
 
 def refuse_te(config: ModelConfig, flag: str, te: bool = True) -> None:
     """UsageError for what FP8 libraries, or (`te`) Transformer Engine's modules, have no layers for."""
-    if "recurrent" in config.parts:
-        raise UsageError(
-            f"{flag}: {config.path} has layers with states, which it cannot replace; leave it out"
-        )
+    states = "recurrent" in config.parts
     parts = {
-        "experts": config.experts,
-        "latent attention": config.latent,
-        "norms after its layers": any(layer.post_norm for layer in config.layers),
-        "norms of 1 + weight": config.norm_offset,
-        "a gate of attention's output": config.output_gate,
+        "layers with states": states,
+        "experts": te and config.experts,
+        "latent attention": te and config.latent,
+        "norms after its layers": te and any(layer.post_norm for layer in config.layers),
+        "norms of 1 + weight": te and config.norm_offset,
+        "a gate of attention's output": te and config.output_gate,
     }
-    part = next((part for part, has in parts.items() if has), None)
-    if te and part:
-        advice = "use --fp8-backend torchao" if flag == "--use-fp8" else "leave it out"
-        raise UsageError(
-            f"{flag}: {config.path} has {part}, whose layers it cannot replace; {advice}"
-        )
+    if part := next((part for part, has in parts.items() if has), None):
+        torchao_can = flag == "--use-fp8" and not states
+        advice = "use --fp8-backend torchao" if torchao_can else "leave it out"
+        raise UsageError(f"{flag}: {config.path} has {part}, which it cannot replace; {advice}")
 
 
 def resolve_lora(flags: LoraFlags, work: Work) -> Lora | None:

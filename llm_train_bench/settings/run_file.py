@@ -138,8 +138,10 @@ def _run_file(path: Path) -> RunFile:
         if type(ranks) is not int or ranks < 1:
             ranks = None
     else:
-        if foreign := _foreign_kind(content):
-            raise UsageError(f"--from {path}: {foreign}")
+        if content.keys() & {"experiment", "models", "grid", "cells"}:
+            raise UsageError(
+                f"--from {path}: is an experiment, of several runs; use python sweep.py FILE"
+            )
         names = [field_of(word) for word in in_our_words([flag_of(key) for key in content])]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UsageError(f"--from {path}: {twice} stands twice, once by another tool's name")
@@ -156,16 +158,6 @@ def _run_file(path: Path) -> RunFile:
     if config is not None and not isinstance(config, str):
         raise UsageError(f"--from {path}: config: must be a path")
     return RunFile(flags, config, script and Script(script), ranks, unknown)
-
-
-def _foreign_kind(content: Mapping[str, Any]) -> str | None:
-    """What a file is that describes something other than one run of ours; None for a run of ours."""
-    if content.keys() & {"experiment", "models", "grid", "cells"}:
-        return "is an experiment, of several runs; use python sweep.py FILE"
-    if content.keys() & {"step_scheduler", "recipe"} or "_target_" in str(content):
-        return "is a recipe of NeMo Automodel; docs/MIGRATING.md has our flags for it"
-    nested = next((key for key, value in content.items() if isinstance(value, dict)), None)
-    return nested and f"{nested} is a section: a file of ours has config and flags without sections"
 
 
 def meant_value(name: str, value: Any, where: str) -> Any:
