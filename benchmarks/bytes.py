@@ -371,7 +371,9 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
                 model = Transformer(config, shape.T)
                 model.loss.chunk_elements = chunk_elements(H200.total_memory / 2**30)
                 torch.set_default_dtype(torch.float32)
-                model.rope_for(config.layers[0].rope, slice(shape.T), torch.device("cuda"))
+                kind = config.layers[0].rope
+                if kind is not None:
+                    model.rope_for(kind, slice(shape.T), torch.device("cuda"))
                 apply_compile(model, "default")
                 return model, model
             if name == "transformers":

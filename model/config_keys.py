@@ -64,9 +64,9 @@ UNSUPPORTED = frozenset(
     first_k_dense_replace router_aux_loss_coef router_jitter_noise q_lora_rank kv_lora_rank
     qk_rope_head_dim qk_nope_head_dim v_head_dim use_qk_norm qk_norm qk_layernorm attention_sink_bias
     parallel_attn use_parallel_residual multi_query bias use_bias qkv_bias use_qkv_bias attention_bias
-    mlp_bias swiglu_limit hidden_dropout resid_pdrop embd_pdrop embedding_dropout
-    attn_pdrop
-    residual_dropout layerdrop norm_type hidden_activation num_mtp_layers num_nextn_predict_layers sliding_window layer_types
+    mlp_bias swiglu_limit hidden_dropout resid_pdrop embd_pdrop embedding_dropout attn_pdrop
+    residual_dropout layerdrop norm_type hidden_activation num_mtp_layers num_nextn_predict_layers
+    sliding_window layer_types
     use_sliding_window no_rope_layers rope_theta rope_scaling rope_parameters head_dim num_key_value_heads
     intermediate_size
     """.split()

@@ -39,9 +39,9 @@ from llm_train_bench.settings.flags import (
     BatchFlags,
     DataFlags,
     Fp8Flags,
-    FsdpFlags,
     LoraFlags,
     OptimizerFlags,
+    ParallelFlags,
     Script,
 )
 from llm_train_bench.settings.rules import broken_rule
@@ -368,7 +368,7 @@ def resolve_ddp(args: Args, script: Script) -> Ddp | None:
     return Ddp(args.bucket_cap_mb, reduce_dtype, args.zero1) if script is Script.DDP else None
 
 
-def resolve_fsdp(flags: FsdpFlags, script: Script, platform: Platform) -> FsdpOptions | None:
+def resolve_fsdp(flags: ParallelFlags, script: Script, platform: Platform) -> FsdpOptions | None:
     """How FSDP gathers and reduces; None for another script. UsageError for an offload from a CPU."""
     if script not in SHARDED:
         return None

@@ -15,7 +15,7 @@ from llm_train_bench.settings.flags import (
     SHARDED,
     Args,
     Fp8Flags,
-    FsdpFlags,
+    ParallelFlags,
     Script,
     TeRecipe,
     TorchaoRecipe,
@@ -27,7 +27,7 @@ from llm_train_bench.settings.flags import (
 FP8_RECIPES = {"te": get_args(TeRecipe), "torchao": get_args(TorchaoRecipe)}
 
 
-def _divided(a: FsdpFlags, s: Script) -> bool:
+def _divided(a: ParallelFlags, s: Script) -> bool:
     """Whether ranks share a batch, the experts or the layers."""
     return a.tp * a.cp * a.ep > 1 or s is Script.PP
 
