@@ -1,4 +1,4 @@
-"""Hugging Face weights: names, layouts, reading and writing safetensors."""
+"""Parameters in Hugging Face files: reading them, or our checkpoints, and writing them."""
 
 import dataclasses
 import functools
@@ -105,7 +105,7 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     """What reads each parameter of a model from a directory of safetensors.
 
     None without a directory. ConfigError if a tensor is missing or does not fit, or if the directory's
-    config is of another model. Only the files' headers are read.
+    config is of another model. Only headers are read, and a head that the config ties to the embedding.
     """
     if directory is None:
         return None

@@ -28,8 +28,8 @@ class HfTensor(NamedTuple):
         return "{}" in self.name
 
     @property
-    def layer(self) -> str:
-        """The name of its layer: the part before `weight`."""
+    def linear(self) -> str:
+        """The name of its linear layer, such as q_proj."""
         return self.name.split(".")[-2]
 
 
@@ -118,7 +118,7 @@ FAMILY_NAMES = {
 
 
 def hf_tensors(
-    config: ModelConfig, layer: int | None, module: str, kind: str, segments: int
+    config: ModelConfig, layer: int | None, module: str, kind: str, n_segments: int
 ) -> tuple[HfTensor, ...]:
     """The tensors that make up a parameter of so many segments."""
     names = GPT2_NAMES
@@ -137,7 +137,7 @@ def hf_tensors(
         found = [f"{name}.{kind}" for name in names.get(part, default).split()]
     places = segments_of_files(config, part)
     if places is None:
-        each = [(number,) for number in range(segments)]
+        each = [(number,) for number in range(n_segments)]
         places = [(segment, 1) for segment in (each if len(found) > 1 else [sum(each, ())])]
     transposed = kind == "weight" and (
         (config.model_type == "gpt2" and "." in module)

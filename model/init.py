@@ -1,10 +1,9 @@
 """Storage and first values of a model's parameters.
 
-The scheme is GPT-2's (Radford et al. 2019). Weights are normal. Their standard deviation is the
-config's `initializer_range`, divided by sqrt(2 x layers) for those that write into the residual
-stream (`attn.out`, `mlp.down`). Norms start at one, biases at zero. A value is a function of the run's
-seed, its parameter's name and its place in the parameter. Only integer and exactly rounded operations
-make it, so that every device has the same values, bit for bit, in every layout of ranks.
+`Weight.init` says what a parameter's values are; the scheme is GPT-2's (Radford et al. 2019): weights
+that write into the residual stream are smaller. A random value is a function of the run's seed, its
+parameter's name and its place in the parameter. Only integer and exactly rounded operations make it, so
+that every device has the same values, bit for bit, in every layout of ranks.
 """
 
 import functools

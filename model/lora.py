@@ -60,7 +60,7 @@ def apply_lora(model: Transformer, lora: Lora | None) -> None:
 
 def adapter_settings(name: str, lora: Lora) -> dict[str, Any]:
     """The content of peft's adapter_config.json, for a model of that name."""
-    layers = {hf.layer for a in lora.adapters for hf in a.frozen.hf if hf.segments in a.segments}
+    layers = {hf.linear for a in lora.adapters for hf in a.frozen.hf if hf.segments in a.segments}
     settings: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", bias="none")
     settings |= dict(lora_dropout=0.0, r=lora.rank, lora_alpha=lora.alpha)
     settings |= dict(inference_mode=False, target_modules=sorted(layers))

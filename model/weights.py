@@ -75,8 +75,8 @@ class Weight:
     segments: tuple[int, ...] = ()
     """Rows of the layers that are fused in it, such as queries, keys and values."""
     groups: int = 1
-    """Its rows are in so many groups, each with an equal part of every segment; so the share of a rank is
-    one range of rows."""
+    """Its rows are in so many groups, each with an equal part of every segment: of 2 groups q0 q1 k0 v0,
+    then q2 q3 k1 v1. So the share of a rank is one range of rows."""
     padding: int = 0
     """Rows at the end that stand for no token; they are zero, and in no file."""
 
@@ -92,7 +92,7 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix of a block, or one for each expert: no table, vector or filter."""
+        """Whether it is a linear layer's weight in a block, or one for each expert; no convolution."""
         inside = self.layer is not None and self.kind == "weight" and len(self.shape) > 1
         return inside and self.module != "attn.conv"
 
@@ -108,13 +108,14 @@ class Weight:
 
     @property
     def learns(self) -> bool:
-        """Whether it has a gradient: a router's correction has none."""
+        """Whether training it needs a gradient: a router's correction has none. (LoRA freezes others.)"""
         return self.kind != "correction"
 
     def shard(self, ranks: Any) -> Shard:
         """The part of a rank, before FSDP divides it further.
 
-        `ranks` has the sizes `tp` and `ep`, and the places `tp_rank` and `ep_rank` if not of rank 0.
+        `ranks` has the sizes `tp` and `ep`, and the places `tp_rank` and `ep_rank` if not of rank 0. The
+        modules of model/ make their parameters of that size by themselves; a test compares both.
         """
         offsets, sizes = [0] * len(self.shape), [*self.shape]
         if self.split is not None:
@@ -132,45 +133,45 @@ def part_of(size: int, parts: int, part: int) -> tuple[int, int]:
 
 
 def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
-    """The dimension that FSDP shards of a parameter, or a layout's part of it, over `ranks`.
+    """The dimension along which FSDP shards a parameter over `ranks`: 0, or 1 for some experts.
 
-    It pads the first to a multiple of the ranks: of 8 stacked experts on 64 ranks it would gather eight
-    times the bytes. Stacked matrices fewer than the ranks are sharded by their rows, if these divide:
-    FSDP2 pads no other dimension.
+    FSDP2 pads dimension 0 to a multiple of the ranks: 8 stacked experts on 64 ranks would be eight times
+    the bytes. Fewer experts than ranks are sharded by their rows, which it does not pad: they divide.
     """
-    return int(len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0)
+    stacked = len(shape) == 3
+    return 1 if stacked and shape[0] < ranks and shape[1] % ranks == 0 else 0
 
 
 def list_weights(config: ModelConfig) -> list[Weight]:
     """All parameters of the plain model, in its order; a tied head is none."""
     rows, d = config.padded_vocab_size, config.hidden_size
     table: dict[str, Any] = dict(split=ROWS, padding=rows - config.vocab_size)
-    root = _Rows(config, None)
-    root.add("embed", (rows, d), **table)
+    begin, end = _Entries(config, None), _Entries(config, None)
+    begin.add("embed", (rows, d), **table)
     if config.learned_positions:
-        root.add("positions", (config.max_position_embeddings, d))
-    found, root.rows = root.rows, []
+        begin.add("positions", (config.max_position_embeddings, d))
+    blocks = []
     for layer, spec in enumerate(config.layers):
-        block = _Rows(config, layer)
+        block = _Entries(config, layer)
         if spec.mixer is not None:
             block.add_norms("attn", spec)
             {"attention": _attention, "latent": _latent, "recurrent": _recurrent}[spec.mixer](block)
         if spec.mlp is not None:
             block.add_norms("mlp", spec)
             {"dense": _mlp, "experts": _experts}[spec.mlp](block)
-        found += block.rows
-    root.add_norm("norm", d)
+        blocks += block.entries
+    end.add_norm("norm", d)
     if not config.tie_word_embeddings:
-        root.add("lm_head", (rows, d), **table)
-    return found + root.rows
+        end.add("lm_head", (rows, d), **table)
+    return begin.entries + blocks + end.entries
 
 
-class _Rows:
-    """The rows of one block, or of what is outside of blocks."""
+class _Entries:
+    """The parameters of one block, or some that are outside of blocks."""
 
     def __init__(self, config: ModelConfig, layer: int | None):
         self.config, self.layer = config, layer
-        self.rows: list[Weight] = []
+        self.entries: list[Weight] = []
 
     def add(
         self,
@@ -186,14 +187,14 @@ class _Rows:
         """Add a parameter; `init` is normal numbers if None, smaller where a residual is added to."""
         config = self.config
         if init is None:
-            end = module.split(".")[-1] in ("out", "down")
-            scale = math.sqrt(2 * config.num_hidden_layers) if end else 1.0
+            writes_residual = module.split(".")[-1] in ("out", "down")
+            scale = math.sqrt(2 * config.num_hidden_layers) if writes_residual else 1.0
             init = Normal(config.initializer_range / scale)
         rows = shape[1] if split == EXPERTS else shape[0]
         segments = segments or (rows - padding,)
         hf = hf_tensors(config, self.layer, module, kind, len(segments))
         row = (self.layer, module, kind, shape, init, hf, split, segments, groups, padding)
-        self.rows.append(Weight(*row))
+        self.entries.append(Weight(*row))
 
     def add_linear(self, module: str, *shape: int, bias: bool = False, **how: Any) -> None:
         """Add a linear layer (out, in), or one for each expert, and perhaps its biases."""
@@ -217,7 +218,7 @@ class _Rows:
                 self.add_norm(f"{part}_{name}", self.config.hidden_size)
 
 
-def _attention(block: _Rows) -> None:
+def _attention(block: _Entries) -> None:
     config, d = block.config, block.config.hidden_size
     q, kv = config.query_size, config.kv_size
     sizes = (q, kv, kv, q) if config.output_gate else (q, kv, kv)
@@ -232,7 +233,7 @@ def _attention(block: _Rows) -> None:
         block.add_norm("attn.k_norm", kv if whole else config.head_dim, **whole)
 
 
-def _latent(block: _Rows) -> None:
+def _latent(block: _Entries) -> None:
     config, d = block.config, block.config.hidden_size
     m, heads = config.latent, config.num_attention_heads
     assert m is not None
@@ -248,7 +249,7 @@ def _latent(block: _Rows) -> None:
     block.add_linear("attn.out", d, heads * m.value_dim, split=COLUMNS)
 
 
-def _recurrent(block: _Rows) -> None:
+def _recurrent(block: _Entries) -> None:
     config, r = block.config, block.config.recurrent
     assert r is not None
     value = r.heads * r.head_dim
@@ -265,7 +266,7 @@ def _recurrent(block: _Rows) -> None:
     block.add_linear("attn.out", config.hidden_size, value, bias=r.bias, split=COLUMNS)
 
 
-def _mlp(block: _Rows, module: str = "mlp", size: int = 0) -> None:
+def _mlp(block: _Entries, module: str = "mlp", size: int = 0) -> None:
     """An MLP with `size` elements of its activation, the config's if 0."""
     config, d, f = block.config, block.config.hidden_size, size or block.config.intermediate_size
     if config.gated_mlp:
@@ -276,7 +277,7 @@ def _mlp(block: _Rows, module: str = "mlp", size: int = 0) -> None:
     block.add_linear(f"{module}.down", d, f, bias=config.mlp_bias, split=COLUMNS)
 
 
-def _experts(block: _Rows) -> None:
+def _experts(block: _Entries) -> None:
     config, e = block.config, block.config.experts
     assert e is not None
     d = e.latent or config.hidden_size
@@ -326,7 +327,7 @@ def adapters(config: ModelConfig, targets: frozenset[str], rank: int) -> list[Ad
     """
     found = []
     for frozen in adaptable(config):
-        chosen = [hf for hf in frozen.hf if targets & {"all", hf.layer}]
+        chosen = [hf for hf in frozen.hf if targets & {"all", hf.linear}]
         if not chosen:
             continue
         segments, inputs = tuple(hf.segments for hf in chosen), frozen.shape[1]

@@ -544,7 +544,7 @@ def resolve_lora(flags: LoraFlags, work: Work) -> Lora | None:
             "Hugging Face's files"
         )
     targets = frozenset(flags.lora_targets.split(","))
-    known = {hf.layer for weight in adaptable(config) for hf in weight.hf}
+    known = {hf.linear for weight in adaptable(config) for hf in weight.hf}
     if unknown := targets - known - {"all"}:
         raise UsageError(
             f"--lora-targets {min(unknown)!r}: there are all, {', '.join(sorted(known))}"
