@@ -16,7 +16,7 @@ from llm_train_bench.apply.data import batches, open_data, sample_plan
 from llm_train_bench.apply.fp8.base import apply_fp8
 from llm_train_bench.apply.kernels import apply_kernels, select_attention
 from llm_train_bench.apply.offload import apply_offload
-from llm_train_bench.apply.precision import set_precision, set_weights
+from llm_train_bench.apply.precision import apply_weight_formats, set_precision
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.init import materialize
@@ -42,17 +42,17 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
-    weights = check_pretrained(work.config, args.init_from)
+    pretrained = check_pretrained(work.config, args.init_from)
     join(ranks, device, args.dist_timeout)
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
-        set_weights(model, work)
+        apply_weight_formats(model, work)
         apply_kernels(model, work, run.choose_linear())
         apply_recompute(model, work.recompute, fp8, work.compiled)
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)
-        materialize(model, device, args.seed, weights)
+        materialize(model, device, args.seed, pretrained)
         ddp = apply_ddp(model, work, device)
         optimizer = replica_optimizer(model, plan.optimizer, work, device)
         saver = build_saver(run, model, optimizer)

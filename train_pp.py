@@ -43,7 +43,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     with torch.device("meta"):
         model = Pipeline(work, layout)
     fp8 = apply_fp8(model, work, device)
-    weights = check_pretrained(work.config, args.init_from)
+    pretrained = check_pretrained(work.config, args.init_from)
     join(ranks, device, args.dist_timeout)
 
     plan, attempt = resolve_attempt(plan, ranks)
@@ -56,7 +56,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
             apply_compile(stage, work.compile_mode)
             apply_offload(stage, work.offload, device)
             apply_fsdp(stage, meshes, work)
-        materialize_shards(model, device, args.seed, weights)
+        materialize_shards(model, device, args.seed, pretrained)
         optimizer = build_optimizer(model, plan.optimizer)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, layout.data_rank)

@@ -19,16 +19,16 @@ from llm_train_bench.model.weights import Ramp, Weight
 
 @torch.no_grad()
 def materialize(
-    model: Transformer, device: torch.device, seed: int, weights: Pretrained | None = None
+    model: Transformer, device: torch.device, seed: int, pretrained: Pretrained | None = None
 ) -> None:
     """Give a meta-device model storage on `device` and initial values, in place.
 
-    The same seed gives the same values on every device. With `weights` (model.hf.check_pretrained)
+    The same seed gives the same values on every device. With `pretrained` (model.hf.check_pretrained)
     they are read instead, one parameter at a time.
     """
     model.to_empty(device=device)
     for weight, parameter in model.weights():
-        fill(parameter, weight, seed, weights)
+        fill(parameter, weight, seed, pretrained)
 
 
 def fill(

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from llm_train_bench.apply.kernels import apply_kernels
 from llm_train_bench.apply.offload import Copies, apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
-from llm_train_bench.apply.precision import autocast, set_weights
+from llm_train_bench.apply.precision import apply_weight_formats, autocast
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.formulas.collectives import tokens_sent
 from llm_train_bench.formulas.work import Work
@@ -62,7 +62,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             even, layers = _EvenLayout(work, rank), work.stage_layers(pp_rank)
             kernel = work.attention._replace(masked="pieces")
             model = Transformer(work.config, work.batch.seq_len, kernel, True, even, layers)
-        set_weights(model, work)
+        apply_weight_formats(model, work)
         apply_kernels(model, work, "plain")
         apply_recompute(model, work.recompute)
         apply_offload(model, work.offload, CPU, _Elsewhere())

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
-from llm_train_bench.apply.precision import set_weights
+from llm_train_bench.apply.precision import apply_weight_formats
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.parameters import count_parameters
@@ -80,7 +80,7 @@ def test_all_but_the_correction_of_a_routers_choice_is_in_bf16():
     argv = words("x.json --device cpu --bf16-weights")
     with torch.device("meta"):
         model = Transformer(shape, 8)
-    set_weights(model, plan_of(argv, config=shape).work)
+    apply_weight_formats(model, plan_of(argv, config=shape).work)
     kinds = {name.endswith(".correction"): p.dtype for name, p in model.named_parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
 

@@ -44,7 +44,7 @@ def set_precision(amp: str, tf32: bool, device: torch.device) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
-def set_weights(model: Transformer, work: Work) -> None:
+def apply_weight_formats(model: Transformer, work: Work) -> None:
     """Give a meta-device model's weights their formats, and adapters, in place; before sharding.
 
     The correction of a router's choice stays in fp32: its steps are below bf16's.

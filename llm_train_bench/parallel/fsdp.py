@@ -116,18 +116,18 @@ def materialize_shards(
     model: HasWeights,
     device: torch.device,
     seed: int,
-    weights: Pretrained | None = None,
+    pretrained: Pretrained | None = None,
     offload: bool = False,
 ) -> None:
     """Give a sharded meta-device model storage and the same values as an unsharded one, in place.
 
-    One parameter at a time is made whole (or read, with `weights` from check_pretrained): the model never
+    One parameter at a time is made whole (or read, with `pretrained`): the model never
     exists whole anywhere. With `offload` the shards are in host memory.
     """
     model.to_empty(device=torch.device("cpu") if offload else device)
     for weight, parameter in model.weights():
         full = torch.empty(weight.shape, dtype=parameter.dtype, device=device)
-        fill(full, weight, seed, weights)
+        fill(full, weight, seed, pretrained)
         own = shard_of_whole(weight, model.layout, parameter)
         (parameter.to_local() if is_sharded(parameter) else parameter).copy_(full[own.shard.slices])
 
