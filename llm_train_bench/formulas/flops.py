@@ -20,8 +20,8 @@ import math
 from collections.abc import Sequence
 
 from llm_train_bench.formulas.parameters import (
+    active_numbers,
     count_parameters,
-    expert_numbers,
     linear_parameters,
 )
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work
@@ -148,7 +148,8 @@ def _before_adapters(work: Work, lora: Lora, causal: bool) -> float:
         stream = after(layers, "attn.out", needed=queries or values)
         if not stream:
             after(layers, "mlp.router")
-            total += expert_numbers(config, i)
+            experts = (weight for weight in config.matrices(i) if weight.of_experts)
+            total += sum(active_numbers(config, weight) for weight in experts)
             stream = after(layers, "mlp.gate_up", "mlp.up", "mlp.down")
             stream |= after(layers, "mlp.shared.gate_up", "mlp.shared.up", "mlp.shared.down")
         if stream:
@@ -193,7 +194,6 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
             gated = layer.mlp == "experts" and present(config.experts).shared_gate
             last += [] if gated else ["mlp.latent_up"]
             skipped = last if stops_early and not layer.post_norm else ()
-            repeated = (w for w in config.linear_layers(i) if w.module not in skipped)
-            total += 2 * sum(math.prod(weight.shape) for weight in repeated)
-            total += 2 * expert_numbers(config, i)
+            repeated = (w for w in config.matrices(i) if w.module not in skipped)
+            total += 2 * sum(active_numbers(config, weight) for weight in repeated)
     return total

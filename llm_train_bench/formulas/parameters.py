@@ -4,12 +4,22 @@ import math
 from collections import Counter
 
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shapes import present
 from llm_train_bench.model.weights import Weight
 
 
 def learnt_weights(config: ModelConfig) -> list[Weight]:
     """The rows of all parameters that have gradients."""
     return [weight for weight in config.weights.values() if weight.learns]
+
+
+def active_numbers(config: ModelConfig, weight: Weight) -> int:
+    """The numbers of a parameter, without padding, that a token uses: of experts those it is sent to."""
+    size = math.prod(weight.shape) - weight.padding * config.hidden_size
+    if weight.of_experts:
+        experts = present(config.experts)
+        size = size // experts.number * experts.per_token
+    return size
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -20,22 +30,7 @@ def count_parameters(config: ModelConfig) -> int:
 
 def count_active_parameters(config: ModelConfig) -> int:
     """The parameters that a token uses: of each layer's experts only those that it is sent to."""
-    experts = sum(
-        math.prod(weight.shape) for weight in config.weights.values() if weight.of_experts
-    )
-    if config.experts is None:
-        return count_parameters(config)
-    unused = config.experts.number - config.experts.per_token
-    return count_parameters(config) - experts // config.experts.number * unused
-
-
-def expert_numbers(config: ModelConfig, layer: int) -> int:
-    """Numbers in the matrices of the experts that a layer sends a token to."""
-    experts = config.experts
-    if experts is None:
-        return 0
-    stacked = (weight for weight in config.matrices(layer) if weight.of_experts)
-    return sum(math.prod(weight.shape) for weight in stacked) // experts.number * experts.per_token
+    return sum(active_numbers(config, weight) for weight in learnt_weights(config))
 
 
 def linear_parameters(config: ModelConfig) -> dict[str, int]:
@@ -43,9 +38,6 @@ def linear_parameters(config: ModelConfig) -> dict[str, int]:
     parameters: Counter[str] = Counter()
     for weight in config.weights.values():
         if weight.is_matrix:
-            number = math.prod(weight.shape)
-            if weight.of_experts and config.experts is not None:
-                number = number // config.experts.number * config.experts.per_token
-            parameters[weight.module] += number
+            parameters[weight.module] += active_numbers(config, weight)
     parameters["head"] = config.vocab_size * config.hidden_size
     return parameters
