@@ -190,10 +190,7 @@ def make_plan(
 
 
 def check_dealing(work: Work) -> None:
-    """UsageError where experts cannot be dealt out in turn.
-
-    There are none, or a rank does not know its tokens' places.
-    """
+    """UsageError where experts cannot be dealt out in turn."""
     if work.balanced and "experts" not in work.config.parts:
         raise UsageError(f"--route balanced: {work.config.path} has no experts; leave it out")
     if work.balanced and work.batch.documents and work.by_tokens:
