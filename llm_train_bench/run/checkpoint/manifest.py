@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
@@ -53,12 +53,7 @@ class StoredData(StoredFile):
 
 
 class Manifest(Strict):
-    """A committed checkpoint; tensors are named p/NAME, and KEY/NAME for the optimizer's KEY.
-
-    Keys that only earlier versions wrote are passed over.
-    """
-
-    model_config = ConfigDict(extra="ignore")
+    """A committed checkpoint; tensors are named p/NAME, and KEY/NAME for the optimizer's KEY."""
 
     schema_version: Literal[2] = 2
     run: str
