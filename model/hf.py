@@ -75,12 +75,20 @@ def tensor_rows(weight: Weight) -> list[Tensor]:
     ]
 
 
+def take_rows(value: Tensor, rows: Tensor, dimension: int) -> Tensor:
+    """Those rows of a tensor, along a dimension: a view where they are consecutive."""
+    first, count = int(rows[0]), len(rows)
+    if torch.equal(rows, torch.arange(first, first + count)):
+        return value.narrow(dimension, first, count)
+    return value.index_select(dimension, rows.to(value.device))
+
+
 def to_hf(weight: Weight, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Our parameter (or its gradient) as the Hugging Face tensors it stands for."""
     dimension = 1 if weight.of_experts else 0
     value = value[: len(value) - weight.padding]
     for hf, rows in zip(weight.hf, tensor_rows(weight), strict=True):
-        part = value.index_select(dimension, rows.to(value.device))
+        part = take_rows(value, rows, dimension)
         part = part.transpose(-1, -2) if hf.transposed else part
         if weight.module == "attn.conv" and part.ndim == 2:
             part = part.unsqueeze(1)
@@ -98,7 +106,8 @@ def from_hf(weight: Weight, tensors: list[Tensor]) -> Tensor:
         part = part.transpose(-1, -2) if hf.transposed else part
         parts.append(part.squeeze(1) if weight.module == "attn.conv" and part.ndim == 3 else part)
     order = torch.cat(tensor_rows(weight)).argsort()
-    return torch.cat(parts, dimension).index_select(dimension, order)
+    value = torch.cat(parts, dimension) if len(parts) > 1 else parts[0]
+    return take_rows(value, order, dimension)
 
 
 def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretrained | None:
@@ -206,6 +215,8 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
 def _regroup(read: Callable[[], Tensor], groups: int, weight: Weight) -> Tensor:
     """What `read` returns with its rows in so many groups, in the order of the row `weight`."""
     value = read()
+    if groups == weight.groups:
+        return value
     stored = torch.cat(segment_rows(dataclasses.replace(weight, groups=groups)))
     value[torch.cat(segment_rows(weight))] = value[stored]
     return value

@@ -30,7 +30,7 @@ from llm_train_bench.run.checkpoint import durable, lineage, saver
 from llm_train_bench.run.checkpoint.manifest import committed
 from tests import faults
 from tests.faults import steps_of
-from tests.helpers import ROOT, noted, only_result, remark_texts, run_train
+from tests.helpers import ROOT, noted, only_result, read_steps, remark_texts, run_train
 
 NAMED = ["--save-every", 5, "--run-name", "r"]
 AUTO = [*NAMED, "--resume", "auto"]
@@ -494,6 +494,18 @@ def test_weights_of_a_checkpoint_are_exported(saved, tmp_path):
     stored = dict(to_hf(weight, state[f"p/{weight.name}"]))
     assert torch.equal(qkv, stored["transformer.h.1.attn.c_attn.weight"])
     assert only_result(tmp_path)["metrics"]["n_measured_steps"] in (None, 0)
+
+
+def test_experts_start_from_a_checkpoint_as_from_an_export(tmp_path):
+    """Their rows are in the second dimension."""
+    moe = ROOT / "tests/configs/qwen3_moe.json"
+    assert train(tmp_path, "--run-name", "a", "--save-every", 10, "--export", config=moe) == 0
+    losses = []
+    for weights in ("checkpoints/step-00000020", "export"):
+        out = tmp_path / weights
+        assert train(out, "--init-from", tmp_path / "a" / weights, "--n-steps", 2, config=moe) == 0
+        losses.append([step["loss"] for step in read_steps(out)])
+    assert losses[0] == losses[1]
 
 
 def test_a_dead_writer_is_distinguished_from_a_living_one():
