@@ -130,7 +130,7 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
         with handled_by(end_at_first), contextlib.ExitStack() as stack:
             try:
                 if ranks.world > 1:  # connecting to others runs in C, without Python's handlers
-                    stack.callback(HangWatch(end, None).close)
+                    stack.callback(HangWatch(end).close)
                 code = body() or 0
                 saves = any(t.name == failures.SAVES for t in threading.enumerate())
                 if start.is_script() and saves:
