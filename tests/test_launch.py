@@ -125,7 +125,7 @@ def test_a_launchers_copy_of_a_signal_is_no_second_wish(monkeypatch):
     for under, seconds, wishes, number in (
         (rank, (0, 0.1, 2.9, 3.1), [False, False, False, True], signal.SIGTERM),  # at once, a copy
         (rank, (0, 3.1), [False, True], signal.SIGTERM),
-        (rank, (0, 1), [False, True], signal.SIGQUIT),  # no launcher sends it
+        (rank, (0, 1), [False, True], signals.SECOND),
         ({}, (0, 0.1, 0.3), [False, False, True], signal.SIGTERM),
     ):
         monkeypatch.setattr(os, "environ", under)
@@ -539,11 +539,11 @@ def test_a_lost_node_ends_the_job_within_the_timeout(rank, number, start, tmp_pa
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What torchrun's agent is asked to start: configs and commands."""
+    """What torchrun's agent is asked to start: its settings, the program and the arguments of a rank."""
     asked = []
 
-    def run_agent(configure, *more):
-        asked.append(configure(Path("private")))
+    def run_agent(options, saves):
+        asked.append(agent.configure(options, Path("private")))
         return 0
 
     monkeypatch.setattr(agent, "run_agent", run_agent)
@@ -562,9 +562,11 @@ def test_the_ranks_of_a_script_share_the_cores(asked, monkeypatch):
         del os.environ["OMP_NUM_THREADS"]
         launch._start_ranks([*TINY, "--nproc", "3", "--save-every", "5"], "x.py", "train_ddp.py")
         assert os.environ["OMP_NUM_THREADS"] == "2"
-    config, command = asked[0]
+    config, program, arguments = asked[0]
     assert (config.nproc_per_node, config.max_nodes, config.max_restarts) == (3, 1, 0)
-    assert command[2:] == [str(ROOT / "x.py"), *TINY, "--nproc", "3", "--save-every", "5"]
+    assert (config.rdzv_endpoint, config.rdzv_configs["store_type"]) == ("private/agent", "file")
+    assert (program, arguments[:2]) == (sys.executable, ["-u", str(ROOT / "x.py")])
+    assert arguments[2:] == [*TINY, "--nproc", "3", "--save-every", "5"]
 
 
 @pytest.mark.parametrize(

@@ -153,12 +153,10 @@ class Run(RunRecord):
         faulthandler.dump_traceback_later(30, exit=True)
         try:
             keep_error(self.directory, self.ranks.rank, error)
+            report(error, self.result.entrypoint, self.ranks)
             if self.file:
                 self.result.status, self.result.error = self.how_it_ended(error, when)
                 self.file.write(self.result)
-            with contextlib.suppress(OSError):  # a terminal that is gone
-                report(error, self.result.entrypoint, self.ranks)
-            if self.file:
                 self.finish(error, when, self.file)
         finally:
             os._exit(1)
