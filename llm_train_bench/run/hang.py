@@ -36,7 +36,7 @@ class HangWatch:
         self.end, self.broken = end, broken
         self.save_s = 0.0  # what the first signal leaves the main thread besides, to save
         self.allow(math.inf)
-        self.closed = threading.Event()
+        self.over = threading.Event()  # the main thread has reacted, or is being ended
         # Python's own C handler tells of a signal at once, whatever the main thread does.
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -51,27 +51,28 @@ class HangWatch:
     def _watch(self) -> None:
         heard = Heard()
         with self.receiver:
-            while not self.closed.is_set():
+            while not self.over.is_set():
                 ready, _, _ = select.select([self.receiver], [], [], 1.0)
-                number = int.from_bytes(self.receiver.recv(1)) if ready else None
+                number = int.from_bytes(self.receiver.recv(1)) if ready else 0
                 if number in ENDING:
                     save_s = 0.0 if heard.again(number) else self.save_s
                     error = Interrupted(signal_said(number))
-                    self._end_unless_closed(self.PATIENCE_S + save_s, error)
+                    self._end_after(self.PATIENCE_S + save_s, error)
                 elif time.monotonic() > self.limit:
                     text = f"no step in {self.limit_s:g} s: waits for a rank that is gone"
-                    self._end_unless_closed(0.0, NoStep(f"{text}, or is stuck itself"))
+                    self._end_after(0.0, NoStep(f"{text}, or is stuck itself"))
                     break
                 elif why := self.broken():
-                    self._end_unless_closed(self.PATIENCE_S, NoStep(f"{LOST}: NCCL reports {why}"))
+                    self._end_after(self.PATIENCE_S, NoStep(f"{LOST}: NCCL reports {why}"))
                     break
 
-    def _end_unless_closed(self, seconds: float, error: BaseException) -> None:
-        """End with this error and the main thread's stack, unless that reacts in so many seconds."""
+    def _end_after(self, seconds: float, error: BaseException) -> None:
+        """Unless the main thread has reacted by then, end with this error and that thread's stack."""
         when = time.time()
 
         def wait() -> None:
-            if not self.closed.wait(seconds):
+            if not self.over.wait(seconds):
+                self.over.set()
                 frame = sys._current_frames().get(threading.main_thread().ident or 0)
                 error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
                 self.end(error, when)
@@ -80,6 +81,6 @@ class HangWatch:
 
     def close(self) -> None:
         """The main thread has reacted, or there is nothing more to watch."""
-        self.closed.set()
+        self.over.set()
         signal.set_wakeup_fd(self.before)
         self.sender.close()
