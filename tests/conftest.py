@@ -80,7 +80,8 @@ def few_objects_to_collect():
 @pytest.fixture(autouse=True)
 def as_it_was():
     """A test that changes the directory or signals' handlers leaves them as they were for the next."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    numbers += (signal.SIGUSR1, signal.SIGUSR2)
     before, handlers = Path.cwd(), {n: signal.getsignal(n) for n in numbers}
     yield
     os.chdir(before)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -26,11 +27,12 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
 from llm_train_bench.results.result_files import complete_result
-from llm_train_bench.run import agent, launch, life, signals
+from llm_train_bench.run import agent, launch, signals
 from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import LOST, classify, first_error, keep_error
-from llm_train_bench.run.hang import HangWatch, patience
+from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.launch import launch_ranks
+from llm_train_bench.run.life import Run
 from tests.helpers import ROOT, answers, free_port, only_result, read_steps, result_of
 from tests.processes import TORCHRUN, Started, signal_all, training, wait_until
 
@@ -123,7 +125,7 @@ def test_a_launchers_copy_of_a_signal_is_no_second_wish(monkeypatch):
     for under, seconds, wishes, number in (
         (rank, (0, 0.1, 2.9, 3.1), [False, False, False, True], signal.SIGTERM),  # at once, a copy
         (rank, (0, 3.1), [False, True], signal.SIGTERM),
-        (rank, (0, 1), [False, True], signal.SIGQUIT),  # no launcher sends it
+        (rank, (0, 1), [False, True], signals.SECOND),
         ({}, (0, 0.1, 0.3), [False, False, True], signal.SIGTERM),
     ):
         monkeypatch.setattr(os, "environ", under)
@@ -201,7 +203,12 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(start_trainin
 
 def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(start_training, tmp_path, monkeypatch):
     """A lost host sends no signal, and on a GPU a collective that waits for it raises no error."""
-    monkeypatch.setattr(life, "patience", lambda device, timeout_s: 1.5)
+
+    def open_run(self, real=Run.open):
+        real(self)
+        self.step_limit_s = 1.5
+
+    monkeypatch.setattr(Run, "open", open_run)
     process = start_training("train_ddp.py", tmp_path / "runs", "--dist-timeout", "600")
     time.sleep(2)  # as long as steps follow each other, nothing ends
     ranks = process.ranks()
@@ -219,29 +226,42 @@ def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(start_training, tmp
 
 def test_our_watch_ends_a_rank_before_nccl_would():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert patience(gpu, 100.0) == 100.0 < collective_timeout(gpu, 100.0).total_seconds() == 125.0
-    assert patience(cpu, 100.0) is None and collective_timeout(cpu, 100.0).total_seconds() == 100.0
+    assert collective_timeout(gpu, 100.0).total_seconds() == 125.0
+    assert collective_timeout(cpu, 100.0).total_seconds() == 100.0
 
 
-def test_the_watch_counts_from_step_to_step_only(monkeypatch):
+def test_the_watch_counts_from_step_to_step_only():
     """Not before the first step, not while steps follow each other, and not after the last."""
-    ended, last_resort = [], mock.Mock()
-    monkeypatch.setattr("faulthandler.dump_traceback_later", last_resort)
-    with contextlib.closing(HangWatch(lambda error, when: ended.append(str(error)), 0.5)) as watch:
-        time.sleep(0.6)
-        begin = time.monotonic()
+    ended = []
+    with contextlib.closing(HangWatch(lambda error, when: ended.append(str(error)))) as watch:
+        time.sleep(1.2)
         for _ in range(25):
-            watch.step()
+            watch.allow(0.5)
             time.sleep(0.05)
-        watch.rest()
-        seconds = time.monotonic() - begin
-        time.sleep(0.6)
-        first, *others = last_resort.mock_calls
-        assert ended == [] and first == mock.call(pytest.approx(10.55), exit=True)
-        assert len(others) <= seconds  # once a second, not once a step
-        watch.step()
+        watch.allow(math.inf)
+        time.sleep(1.2)
+        assert ended == []
+        watch.allow(0.5)
         assert wait_until(lambda: ended, 10)
     assert ended[0].startswith("no step in 0.5 s")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_signal_ends_a_main_thread_that_does_not_react(saves, monkeypatch):
+    """At once where nothing is saved, or at the second signal."""
+    ended, number = [], signal.SIGTERM
+    monkeypatch.setattr(HangWatch, "PATIENCE_S", 0.2)
+    with (
+        signals.handled_by(lambda number, frame: None),
+        contextlib.closing(HangWatch(lambda error, when: ended.append(error))) as watch,
+    ):
+        watch.save_s = 600.0 * saves
+        signal.raise_signal(number)
+        assert wait_until(lambda: ended, 1.0) is not saves
+        if saves:
+            signal.raise_signal(number)
+            assert wait_until(lambda: ended, 5.0)
+    assert str(ended[0]) == "SIGTERM" and "test_launch.py" in ended[0].__notes__[0]
 
 
 def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
@@ -429,9 +449,8 @@ def test_what_nccl_reports_ends_a_rank_that_does_not_notice(reacts, monkeypatch)
     ended = []
     broken = mock.Mock(side_effect=itertools.chain([None], itertools.repeat("REMOTE_ERROR")))
     monkeypatch.setattr(HangWatch, "PATIENCE_S", 1.0)
-    watch = HangWatch(lambda error, when: ended.append(str(error)), 600.0, broken)
+    watch = HangWatch(lambda error, when: ended.append(str(error)), broken)
     with contextlib.closing(watch):
-        watch.step()
         assert wait_until(lambda: broken.call_count > 1, 5) and not ended
         if reacts:
             watch.close()
@@ -520,11 +539,11 @@ def test_a_lost_node_ends_the_job_within_the_timeout(rank, number, start, tmp_pa
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What torchrun's agent is asked to start: configs and commands."""
+    """What torchrun's agent is asked to start: its settings, the program and the arguments of a rank."""
     asked = []
 
-    def run_agent(configure, *more):
-        asked.append(configure(Path("private")))
+    def run_agent(options, saves):
+        asked.append(agent.configure(options, Path("private")))
         return 0
 
     monkeypatch.setattr(agent, "run_agent", run_agent)
@@ -543,9 +562,11 @@ def test_the_ranks_of_a_script_share_the_cores(asked, monkeypatch):
         del os.environ["OMP_NUM_THREADS"]
         launch._start_ranks([*TINY, "--nproc", "3", "--save-every", "5"], "x.py", "train_ddp.py")
         assert os.environ["OMP_NUM_THREADS"] == "2"
-    config, command = asked[0]
+    config, program, arguments = asked[0]
     assert (config.nproc_per_node, config.max_nodes, config.max_restarts) == (3, 1, 0)
-    assert command[2:] == [str(ROOT / "x.py"), *TINY, "--nproc", "3", "--save-every", "5"]
+    assert (config.rdzv_endpoint, config.rdzv_configs["store_type"]) == ("private/agent", "file")
+    assert (program, arguments[:2]) == (sys.executable, ["-u", str(ROOT / "x.py")])
+    assert arguments[2:] == [*TINY, "--nproc", "3", "--save-every", "5"]
 
 
 @pytest.mark.parametrize(

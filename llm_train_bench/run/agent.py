@@ -6,6 +6,7 @@ is torchrun for our scripts. Besides what that does, it leaves the ranks time to
 end, and ends with 75 if they did. It says in one line, and in the result, what ended each attempt.
 """
 
+import argparse
 import contextlib
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,12 @@ from torch.distributed.launcher.api import LaunchConfig
 from llm_train_bench.base.errors import Interrupted, UsageError
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.parallel.ranks import MEETING, ROUND
+from llm_train_bench.results.console import say
 from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER, complete_result, run_told
 from llm_train_bench.run import failures
 from llm_train_bench.run.checkpoint.durable import SAVE_S
 from llm_train_bench.run.launch import check_started_by_launcher
-from llm_train_bench.run.signals import ENDING, Heard, handled_by, ignore
+from llm_train_bench.run.signals import ENDING, SECOND, Heard, handled_by, ignore
 from llm_train_bench.settings.command_line import parse_args
 
 # torch wraps methods of its agent in a decorator without types.
@@ -45,24 +47,18 @@ TorchAgent: Any = LocalElasticAgent
 PATIENCE_S = int(SAVE_S) + 90
 
 
-def run_agent(
-    configure: Callable[[Path], tuple[LaunchConfig, list[Any]]], prog: str, saves: bool
-) -> int:
+def run_agent(options: argparse.Namespace, saves: bool) -> int:
     """Run the ranks of this node until all have ended; the exit code. Interrupted by a signal.
 
-    `configure` makes torchrun's settings, given a private directory, and the command of each rank;
-    `prog` is the script's name; a run that `saves` does so on request.
+    `options` are torchrun's; a run that `saves` does so on request.
     """
+    prog = Path(options.training_script).name
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # the agent's: all there is to say is said here
     os.environ[PARENT] = str(os.getpid())
-    agents: list[Any] = []
+    pids: dict[int, int] = {}  # by local rank
 
     class Agent(TorchAgent):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            agents.append(self)
-
         def _monitor_workers(self, worker_group):
             result = super()._monitor_workers(worker_group)
             if result.state == WorkerState.FAILED:
@@ -71,7 +67,7 @@ def run_agent(
                 if codes[-1] in (2, 4):  # it would end the same again
                     self._remaining_restarts = 0
                 if self._remaining_restarts:
-                    print(f"{prog}: all ranks start again", file=sys.stderr, flush=True)
+                    say(f"{prog}: all ranks start again")
             return result
 
         def _start_workers(self, worker_group):
@@ -81,7 +77,8 @@ def run_agent(
             os.environ[ROUND] = worker_group.store.get(ROUND).decode()
             with contextlib.suppress(OSError):  # from now on the file is the new attempt's
                 (private / RUN_POINTER).replace(private / RUN_BEFORE)
-            return super()._start_workers(worker_group)
+            pids.update(super()._start_workers(worker_group))
+            return pids
 
         def _exit_barrier(self):
             # Stopped on request, other nodes' agents may be gone already.
@@ -95,18 +92,17 @@ def run_agent(
         if heard.first is None:
             heard.again(number)
             raise SignalException(f"got signal {number}", signal.Signals(number))
-        if heard.again(number) and agents and agents[-1]._pcontext:
-            (private / failures.SECOND_FILE).touch()
-            for pid in agents[-1]._pcontext.pids().values():
+        if heard.again(number):
+            for pid in pids.values():
                 with contextlib.suppress(OSError):
-                    os.killpg(pid, signal.SIGQUIT)
+                    os.killpg(pid, SECOND)
 
     numbers = (*ENDING, signal.SIGUSR1) if saves else ENDING
     made = tempfile.TemporaryDirectory(prefix="llm-train-bench-", ignore_cleanup_errors=True)
     with made as name, handled_by(stop, numbers):
         private = Path(name)
         os.environ[MEETING] = name
-        config, command = configure(private)
+        config, program, arguments = configure(options, private)
         config.signals_to_handle = "none"  # all are handled here
         if saves:
             if hasattr(config, "shutdown_timeout"):  # torch 2.13
@@ -117,7 +113,7 @@ def run_agent(
         try:
             if number := early_wish():
                 raise SignalException("while this started", signal.Signals(number))
-            api.elastic_launch(config, command[0])(*command[1:])
+            api.elastic_launch(config, program)(*arguments)
         except ChildFailedError:
             return codes[-1]
         except SignalException as end:
@@ -128,6 +124,21 @@ def run_agent(
         finally:  # this process ends; SLURM tells it to when another node's has ended
             ignore(numbers)
         return failures.PREEMPTED if (private / failures.STOPPED_FILE).exists() else 0
+
+
+def configure(options: argparse.Namespace, private: Path) -> tuple[LaunchConfig, Any, list[str]]:
+    """torchrun's settings, and the program of each rank with its arguments.
+
+    Alone, this machine's ranks meet in a private directory: nothing listens for other machines.
+    """
+    if options.standalone:
+        options.rdzv_backend = "c10d"
+        options.rdzv_conf = "store_type=file"
+        options.rdzv_endpoint = f"{private}/agent"
+        options.rdzv_id = str(os.getpid())
+        options.local_addr = "127.0.0.1"
+    options.log_dir = options.log_dir or str(private)
+    return torchrun.config_from_args(options)
 
 
 def reported(failure) -> dict[str, Any]:
@@ -185,8 +196,8 @@ def _report(failed: dict[int, Any], prog: str, private: Path, main: bool) -> int
             break
         time.sleep(0.1)
     if data.get("extraInfo", {}).get("shown"):
-        print(data["extraInfo"]["py_callstack"], file=sys.stderr, end="")
-    print(f"{prog}: {text if code in (2, 4) else who}", file=sys.stderr, flush=True)
+        say(data["extraInfo"]["py_callstack"].rstrip("\n"))
+    say(f"{prog}: {text if code in (2, 4) else who}")
     if main:
         complete_result(private / RUN_POINTER, status, who, (failures.LOST,))
     return code
@@ -197,23 +208,18 @@ def main(argv: Sequence[str]) -> int:
     options = torchrun.parse_args(argv)
     prog = Path(options.training_script).name
 
-    def configure(private: Path) -> tuple[LaunchConfig, list[Any]]:
-        options.log_dir = options.log_dir or str(private)
-        config, program, rest = torchrun.config_from_args(options)
-        return config, [program, *rest]
-
     try:
         args = parse_args(options.training_script_args, prog)
         check_started_by_launcher(args)
-        return run_agent(configure, prog, args.save_every > 0)
+        return run_agent(options, args.save_every > 0)
     except (UsageError, ValueError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        say(f"{prog}: {error}")
         return 2
     except Interrupted as error:
-        print(f"{prog}: interrupted by {error}", file=sys.stderr)
+        say(f"{prog}: interrupted by {error}")
         return INTERRUPTED
     except RendezvousError as error:
-        print(f"{prog}: the nodes did not meet: {error}", file=sys.stderr)
+        say(f"{prog}: the nodes did not meet: {error}")
     return 1
 
 

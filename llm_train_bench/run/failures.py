@@ -24,8 +24,6 @@ LOST = "lost another rank"
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 # The file in its launcher's directory by which a rank says that it was saved and stopped on request.
 STOPPED_FILE = "stopped"
-# The file by which a launcher says that its SIGQUIT stands for a second signal.
-SECOND_FILE = "second"
 # The name of a thread that writes a checkpoint.
 SAVES = "saves"
 # The errors of this process that are in a file, with their tracebacks.

@@ -4,7 +4,6 @@ Otherwise a rank that waits on a GPU for a lost peer would be killed by its agen
 after SIGTERM, or aborted by NCCL's own watchdog. Its result would say nothing.
 """
 
-import faulthandler
 import math
 import select
 import signal
@@ -15,29 +14,16 @@ import time
 import traceback
 from collections.abc import Callable
 
-import torch
-
 from llm_train_bench.base.errors import Interrupted, NoStep
 from llm_train_bench.run.failures import LOST
 from llm_train_bench.run.signals import ENDING, Heard, signal_said
 
 
-def patience(device: torch.device, timeout_s: float) -> float | None:
-    """Seconds without a step until a rank ends itself: sooner than NCCL, which says nothing.
-
-    None on a CPU, where the collectives themselves notice, and raise.
-    """
-    return timeout_s if device.type == "cuda" else None
-
-
 class HangWatch:
-    """Calls `end` from a thread, with an error and when it began (`time.time()`), if the main
-    thread hangs: it ignores a signal or what `broken` says of the collectives, or begins no step
-    for `timeout_s`.
+    """Calls `end` from a thread if the main thread hangs, with an error and its time (`time.time()`).
 
-    Python's own C handler tells of a signal at once through a socket (signal.set_wakeup_fd),
-    whatever the main thread does. Must be made in the main thread. If that hangs and lets no other
-    thread run, the process ends with a traceback, a tenth of `timeout_s` and ten seconds later.
+    It hangs if a step lasts too long, or if it does not close this soon after a signal, or after
+    `broken` has said what is wrong with the collectives. Must be made in the main thread.
     """
 
     PATIENCE_S = 3.0  # torchrun's agent kills after 30
@@ -45,80 +31,56 @@ class HangWatch:
     def __init__(
         self,
         end: Callable[[BaseException, float], None],
-        timeout_s: float | None,
         broken: Callable[[], str | None] = lambda: None,
     ):
-        self.end, self.timeout_s, self.broken = end, timeout_s or math.inf, broken
-        self.last_step: float | None = None
-        self.armed = -1.0  # when the last resort was last put off
-        self.reacted = threading.Event()
-        # Seconds that the first signal leaves the main thread: it saves before it ends.
-        self.spared: float | None = None
+        self.end, self.broken = end, broken
+        self.save_s = 0.0  # what the first signal leaves the main thread besides, to save
+        self.allow(math.inf)
+        self.over = threading.Event()  # the main thread has reacted, or is being ended
+        # Python's own C handler tells of a signal at once, whatever the main thread does.
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
         self.before = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._wait, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
-    def _wait(self) -> None:
-        heard, first, until = Heard(), 0, math.inf  # the main thread may save and end until then
-        timed = self.timeout_s < math.inf
-        while True:
-            last, now = self.last_step, time.monotonic()
-            left = math.inf if last is None else max(0.0, last + self.timeout_s - now)
-            asleep = min(left, 1.0) if timed or first else None
-            ready = select.select([self.receiver], [], [], asleep)[0]
-            late = time.monotonic() > until
-            if ready or late:
-                number = int.from_bytes(self.receiver.recv(1)) if ready else first
-                if number in ENDING and self.spared is not None and not late:
-                    again = heard.again(number)
-                    if not first:
-                        first, until = number, time.monotonic() + self.spared
-                    if not again:
-                        continue
+    def allow(self, seconds: float) -> None:
+        """The next step must begin, or the last one end, within so many seconds from now."""
+        self.limit_s = seconds
+        self.limit = time.monotonic() + seconds
+
+    def _watch(self) -> None:
+        heard = Heard()
+        with self.receiver:
+            while not self.over.is_set():
+                ready, _, _ = select.select([self.receiver], [], [], 1.0)
+                number = int.from_bytes(self.receiver.recv(1)) if ready else 0
                 if number in ENDING:
-                    self._end_unless_reacted(Interrupted(signal_said(number)))
-                if number in (0, *ENDING):  # 0: the watch is closed
+                    save_s = 0.0 if heard.again(number) else self.save_s
+                    error = Interrupted(signal_said(number))
+                    self._end_after(self.PATIENCE_S + save_s, error)
+                elif time.monotonic() > self.limit:
+                    text = f"no step in {self.limit_s:g} s: waits for a rank that is gone"
+                    self._end_after(0.0, NoStep(f"{text}, or is stuck itself"))
                     break
-            elif left == 0.0 and last == self.last_step:
-                text = f"no step in {self.timeout_s:g} s: waits for a rank that is gone"
-                self.end(self._waiting(f"{text}, or is stuck itself"), time.time())
-                break
-            elif timed and (why := self.broken()):
-                self._end_unless_reacted(self._waiting(f"{LOST}: NCCL reports {why}"))
-                break
-        self.receiver.close()
+                elif why := self.broken():
+                    self._end_after(self.PATIENCE_S, NoStep(f"{LOST}: NCCL reports {why}"))
+                    break
 
-    def _end_unless_reacted(self, error: BaseException) -> None:
+    def _end_after(self, seconds: float, error: BaseException) -> None:
+        """Unless the main thread has reacted by then, end with this error and that thread's stack."""
         when = time.time()
-        if not self.reacted.wait(self.PATIENCE_S):
-            self.end(error, when)
 
-    def _waiting(self, text: str) -> NoStep:
-        """The error of a waiting rank, with its main thread's stack."""
-        error = NoStep(text)
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
-        return error
+        def wait() -> None:
+            if not self.over.wait(seconds):
+                self.over.set()
+                frame = sys._current_frames().get(threading.main_thread().ident or 0)
+                error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
+                self.end(error, when)
 
-    def step(self) -> None:
-        """A step, or a part of it, begins: from now on the next must follow in time."""
-        if self.timeout_s == math.inf:
-            return
-        self.last_step = now = time.monotonic()
-        if now > self.armed + 1.0:  # not for every one: it starts a thread, outside of Python
-            self.armed = now
-            faulthandler.dump_traceback_later(1.1 * self.timeout_s + 10.0, exit=True)
-
-    def rest(self) -> None:
-        """From now on there is no time limit."""
-        if self.last_step is not None:
-            self.last_step, self.armed = None, -1.0
-            faulthandler.cancel_dump_traceback_later()
+        threading.Thread(target=wait, daemon=True).start()
 
     def close(self) -> None:
         """The main thread has reacted, or there is nothing more to watch."""
-        self.reacted.set()
-        self.rest()
+        self.over.set()
         signal.set_wakeup_fd(self.before)
-        self.sender.close()  # the thread then reads the end
+        self.sender.close()

@@ -46,8 +46,7 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
     try:
         ranks = find_ranks(os.environ)
     except UsageError as error:
-        failures.report(error, prog, ALONE)
-        return failures.classify(error).code
+        return _report_failure(error, prog, ALONE)
     if ranks is None:
         return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
 
@@ -130,7 +129,7 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
         with handled_by(end_at_first), contextlib.ExitStack() as stack:
             try:
                 if ranks.world > 1:  # connecting to others runs in C, without Python's handlers
-                    stack.callback(HangWatch(end, None).close)
+                    stack.callback(HangWatch(end).close)
                 code = body() or 0
                 saves = any(t.name == failures.SAVES for t in threading.enumerate())
                 if start.is_script() and saves:
@@ -163,8 +162,7 @@ def _report_failure(error: BaseException, prog: str, ranks: Ranks) -> int:
 
 def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     """Start the script once per device through torchrun's own agent, and wait for all."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed import run as torchrun
 
     from llm_train_bench.run.agent import run_agent
 
@@ -177,26 +175,13 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
         raise UsageError("PyTorch has a GPU but counts none: an amdsmi that does not fit its ROCm?")
     # The ranks share the cores; more threads than cores slow every one of them down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores() // n)))
-    # Nothing may listen beyond this machine: the ranks meet in a private directory, and what gloo and
-    # NCCL open is on the loopback. A store behind a port would obey whoever connects to it.
+    # Nothing may listen beyond this machine: what gloo and NCCL open is on the loopback. A store behind a
+    # port would obey whoever connects to it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
-
-    def configure(private: Path) -> tuple[LaunchConfig, list[str]]:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=n,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{private}/agent",
-            rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1",
-            run_id=f"{os.getpid()}",
-            max_restarts=args.max_restarts,
-            logs_specs=DefaultLogsSpecs(log_dir=str(private)),
-        )
-        return config, [sys.executable, "-u", str(Path(script).resolve()), *argv]
-
-    return run_agent(configure, prog, args.save_every > 0)
+    words = f"--standalone --nnodes 1 --nproc-per-node {n} --max-restarts {args.max_restarts}"
+    options = torchrun.parse_args([*words.split(), str(Path(script).resolve())])
+    options.training_script_args = argv  # not parsed: torchrun would take --nproc for its own
+    return run_agent(options, args.save_every > 0)

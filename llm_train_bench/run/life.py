@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from llm_train_bench.results.goodput import lineage_before, time_parts
 from llm_train_bench.results.schema import ResumedFrom
 from llm_train_bench.run.checkpoint.lineage import Attempt, attempts, open_place
 from llm_train_bench.run.failures import keep_error, report
-from llm_train_bench.run.hang import HangWatch, patience
+from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.provenance import open_result
 from llm_train_bench.run.record import RunRecord
 from llm_train_bench.settings.plan import Plan
@@ -71,10 +72,11 @@ class Run(RunRecord):
     def open(self) -> None:
         taken.clear()
         super().open()
+        # On a CPU the collectives themselves notice, and raise.
+        self.step_limit_s = self.plan.args.dist_timeout if self.device.type == "cuda" else math.inf
         self.hang = None
         if self.ranks.world > 1:
-            limit = patience(self.device, self.plan.args.dist_timeout)
-            self.hang = HangWatch(self._end_hanging, limit, broken_group)
+            self.hang = HangWatch(self._end_hanging, broken_group)
         if self.file and not self.output.quiet:
             print_header(self.result, self.plan.work)
             if before := self.result.resumed_from:
@@ -110,12 +112,12 @@ class Run(RunRecord):
     def begin_micro_step(self, step: int) -> None:
         """The host begins a micro batch; those of the first two steps may compile for long."""
         if self.hang and step >= 2:
-            self.hang.step()
+            self.hang.allow(self.step_limit_s)
 
     def end_steps(self) -> None:
         """The work that follows is no step, and may take long."""
         if self.hang:
-            self.hang.rest()
+            self.hang.allow(math.inf)
 
     def begin_window(self) -> None:
         """The measured window starts; the device is idle."""
@@ -151,12 +153,10 @@ class Run(RunRecord):
         faulthandler.dump_traceback_later(30, exit=True)
         try:
             keep_error(self.directory, self.ranks.rank, error)
+            report(error, self.result.entrypoint, self.ranks)
             if self.file:
                 self.result.status, self.result.error = self.how_it_ended(error, when)
                 self.file.write(self.result)
-            with contextlib.suppress(OSError):  # a terminal that is gone
-                report(error, self.result.entrypoint, self.ranks)
-            if self.file:
                 self.finish(error, when, self.file)
         finally:
             os._exit(1)

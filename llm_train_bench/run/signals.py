@@ -6,17 +6,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.start import orphaned
 
 from llm_train_bench.base.errors import Interrupted
-from llm_train_bench.parallel.ranks import MEETING
-from llm_train_bench.run.failures import SECOND_FILE, has_parent
+from llm_train_bench.run.failures import has_parent
 
+# What a launcher of ours sends its ranks when it gets a second signal.
+SECOND = signal.SIGUSR2
 # Signals that ask a run to end.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, SECOND)
 # Signals that ask for a save, and then the end.
 SAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Handler = Callable[[int, object], None] | signal.Handlers
@@ -73,10 +73,7 @@ def signal_said(number: int) -> str:
     """What a signal means to this process: its name, or why its launcher sent it."""
     if number == signal.SIGTERM and orphaned():
         return "the end of its launcher"
-    private = Path(os.environ.get(MEETING, "/nowhere"))
-    if number == signal.SIGQUIT and has_parent() and (private / SECOND_FILE).exists():
-        return "a second signal"
-    return signal.Signals(number).name
+    return "a second signal" if number == SECOND and has_parent() else signal.Signals(number).name
 
 
 class Heard:
@@ -100,4 +97,4 @@ class Heard:
             self.first = now if self.first is None else self.first
             return False
         copied, self.copied = self.copied, True
-        return copied or number == signal.SIGQUIT or now > self.first + self.COPY_S
+        return copied or number == SECOND or now > self.first + self.COPY_S

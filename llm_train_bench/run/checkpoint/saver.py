@@ -139,7 +139,7 @@ class Saver:
                 self.asked, self.number = STOP, number
 
         if self.run.hang:
-            self.run.hang.spared = SAVE_S + STOPPING_S
+            self.run.hang.save_s = SAVE_S + STOPPING_S
         try:
             with handled_by(wish, SAVING) as before:
                 yield
