@@ -23,7 +23,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import walk
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.base.tool_main import run_tool, tool
-from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.model.json_files import plain_file
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
 

@@ -28,7 +28,7 @@ from llm_train_bench.base.tables import write_rows
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.report import by_speed, runs_table, show_comparison
-from llm_train_bench.model.json_keys import shipped_config
+from llm_train_bench.model.json_files import shipped_config
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import changed, flag, flag_of
 from llm_train_bench.sweep.all_runs import duration_text, estimated_seconds, run_all

@@ -22,7 +22,7 @@ from rich.console import Console
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.tables import markdown_table, milliseconds, plain_console, short
 from llm_train_bench.base.tool_main import run_tool, tool
-from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.model.json_files import parse_json
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
 from llm_train_bench.trace.breakdown import Breakdown, break_down

@@ -22,15 +22,8 @@ from llm_train_bench.model.families import (
     Reader,
     from_first_dialect,
 )
-from llm_train_bench.model.json_keys import (
-    CONFIGS,
-    ConfigError,
-    Keys,
-    is_directory,
-    kind_of,
-    parse_json,
-    plain_text,
-)
+from llm_train_bench.model.json_files import CONFIGS, is_directory, parse_json, plain_text
+from llm_train_bench.model.json_keys import ConfigError, Keys, kind_of
 from llm_train_bench.model.shapes import Experts, Latent, LayerSpec, Recurrent, RopeScaling
 from llm_train_bench.model.weights import Weight, list_weights
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
 from llm_train_bench.model.config_keys import WITHOUT_EFFECT
 from llm_train_bench.model.families import FAMILIES, MTP_KEYS
-from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
+from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings
 from llm_train_bench.model.stored import (

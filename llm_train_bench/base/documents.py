@@ -12,7 +12,7 @@ import numpy as np
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import Windows, open_tokens
-from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
+from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 
 # Documents' lengths, and how many there are of each.
 Lengths = tuple[tuple[int, int], ...]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.machine import MULTIPLY
-from llm_train_bench.model.json_keys import CONFIGS, parse_json, plain_text
+from llm_train_bench.model.json_files import CONFIGS, parse_json, plain_text
 
 ROOFS_FILE = CONFIGS / "roofs.json"
 ACCURACY_FILE = CONFIGS / "accuracy.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.model.json_files import plain_file
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS

@@ -29,7 +29,7 @@ from llm_train_bench.base.machine import (
     n_cores,
     output_of,
 )
-from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.model.json_files import parse_json
 
 
 @dataclasses.dataclass(frozen=True)

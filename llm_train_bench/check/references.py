@@ -12,7 +12,7 @@ from llm_train_bench.base.machine import Platform
 from llm_train_bench.check.workloads import Workload
 from llm_train_bench.estimate.predict import Estimate, EstimateFlags, make_estimate
 from llm_train_bench.model.config import parse_config
-from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.model.json_files import parse_json
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script, to_argv

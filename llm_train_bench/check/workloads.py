@@ -7,7 +7,7 @@ from typing import Any
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import load_config
-from llm_train_bench.model.json_keys import CONFIGS, parse_json
+from llm_train_bench.model.json_files import CONFIGS, parse_json
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import LEARNT, Args, Script, of_kind, present_flags

@@ -14,7 +14,7 @@ from llm_train_bench.compare.read_logs import read_lines, read_log, read_metrics
 from llm_train_bench.compare.read_results import read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
 from llm_train_bench.compare.shareable import run_id
-from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.model.json_files import plain_file
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
 READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_metrics_csv}  # others are logs

@@ -29,7 +29,7 @@ from llm_train_bench.compare.log_formats import (
     suites_of,
 )
 from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady
-from llm_train_bench.model.json_keys import plain_text
+from llm_train_bench.model.json_files import plain_text
 from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import read_steps
 

@@ -20,7 +20,7 @@ from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.run_files import read_runs_file
 from llm_train_bench.compare.setting import changes_in_words, settings_of
 from llm_train_bench.compare.shareable import public_environment, word
-from llm_train_bench.model.json_keys import parse_json, plain_text
+from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.results.result_files import commit_of, parse_result, read_steps, software
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SPEED, of_kind, present_flags

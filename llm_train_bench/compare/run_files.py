@@ -11,7 +11,7 @@ from pydantic import FailFast, Field, ValidationError
 
 from llm_train_bench.base.errors import UsageError, printable_data
 from llm_train_bench.base.strict import Strict, first_problem
-from llm_train_bench.model.json_keys import parse_json, plain_text
+from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.results.result_files import Step, step_fields, storable
 from llm_train_bench.results.schema import Result
 

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from llm_train_bench.base.files import SECRET
-from llm_train_bench.model.json_keys import shipped_config
+from llm_train_bench.model.json_files import shipped_config
 from llm_train_bench.results.schema import Lineage, Result, Writer
 from llm_train_bench.settings.flags import (
     FORMER_VALUES,

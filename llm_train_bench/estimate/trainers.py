@@ -7,7 +7,7 @@ from typing import Any
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import OUR_TRAINER, Fp8Work, Trainer, Work
-from llm_train_bench.model.json_keys import CONFIGS
+from llm_train_bench.model.json_files import CONFIGS
 from llm_train_bench.settings.flags import Args, Fp8Flags, LoraFlags, Script
 from llm_train_bench.settings.plan import Plan, make_plan, refuse_te, resolve_lora
 from llm_train_bench.settings.rules import FP8_RECIPES, check

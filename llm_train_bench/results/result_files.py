@@ -17,7 +17,7 @@ from pydantic import ConfigDict
 
 from llm_train_bench.base.errors import printable_data
 from llm_train_bench.base.files import shown_word
-from llm_train_bench.model.json_keys import parse_json, plain_text
+from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.results.schema import Lineage, Result, Status, Writer
 
 # Held on disk from the start, so that a full disk cannot keep the result from being written.

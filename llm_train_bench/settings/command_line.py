@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.machine import version_text
-from llm_train_bench.model.json_keys import shipped_config
+from llm_train_bench.model.json_files import shipped_config
 from llm_train_bench.settings.flags import (
     Args,
     Flag,

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from llm_train_bench.base.errors import UsageError, one_line
-from llm_train_bench.model.json_keys import parse_json, plain_text
+from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.settings.flags import (
     OUTPUT,
     SETTABLE,

@@ -21,7 +21,7 @@ from llm_train_bench.base.errors import UsageError, one_line, printable, printab
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.machine import cpu_name, detect_platform, installed_version
 from llm_train_bench.model.config import ConfigError, load_config
-from llm_train_bench.model.json_keys import parse_json, plain_text
+from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
 from llm_train_bench.sweep.grid import Cell

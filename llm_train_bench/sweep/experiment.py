@@ -16,7 +16,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import SECRET
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.strict import first_problem
-from llm_train_bench.model.json_keys import parse_json, plain_text
+from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.settings.flags import SETTABLE, Script, field_of, flag_of
 from llm_train_bench.settings.other_names import in_our_words, no_such_flag
 from llm_train_bench.settings.plan import Platform

@@ -11,7 +11,7 @@ from llm_train_bench.base.machine import cpu_name, detect_platform, gpu_name
 from llm_train_bench.compare.setting import setting_name
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import model_name
-from llm_train_bench.model.json_keys import shipped_config
+from llm_train_bench.model.json_files import shipped_config
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import (
     SETTABLE,

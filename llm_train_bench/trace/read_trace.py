@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError, printable
-from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.model.json_files import plain_file
 
 # Categories of the events that are read.
 KINDS = {

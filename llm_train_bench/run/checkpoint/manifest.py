@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
-from llm_train_bench.model.json_keys import parse_json, plain_file, plain_text
+from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.model.stored import OTHER_VERSION, SCHEMA_VERSION, StoredShard
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.run.checkpoint.durable import Files, checksum, failure_of
