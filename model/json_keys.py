@@ -25,11 +25,11 @@ def plain_file(path: str | Path) -> Path:
     Where the directory has no `configs/...`, as beside an installed wheel, it is the project's own file.
     """
     path = Path(path)
-    if path.parts[:1] == (CONFIGS.name,) and not path.exists():
-        own = CONFIGS.parent / path
-        path = own if own.exists() else path
+    own = CONFIGS.parent / path
+    if path.parts[:1] == (CONFIGS.name,) and own.exists() and not path.exists():
+        path = own
     if not stat.S_ISREG(path.stat().st_mode):
-        kind = "is a directory" if is_directory(path) else "is no plain file"
+        kind = "is a directory" if path.is_dir() else "is no plain file"
         raise OSError(errno.EINVAL, kind, str(path))
     return path
 
@@ -69,14 +69,6 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, inner), default=0)
 
 
-def is_directory(path: str | Path) -> bool:
-    """Whether a directory is there; also for names too long for any file."""
-    try:
-        return stat.S_ISDIR(Path(path).stat().st_mode)
-    except (OSError, ValueError):
-        return False
-
-
 class Keys:
     """Typed access to a config's keys; remembers the keys asked for, and explains errors."""
 
@@ -87,8 +79,7 @@ class Keys:
     def error(self, key: str, reason: str) -> ConfigError:
         """A ConfigError that says file, key, value and reason."""
         value = f" {json.dumps(self.raw[key])}" if key in self.raw else ""
-        if len(value) > 60:
-            value = ""
+        value = value if len(value) <= 60 else ""
         return ConfigError(f"{self.where}: {self.prefix}{key}{value}: {reason}")
 
     def get(self, key: str, default: Any = ...) -> Any:
@@ -105,6 +96,13 @@ class Keys:
         if not holds:
             raise self.error(key, reason)
 
+    def object(self, key: str, default: dict[str, Any] | None = None) -> "Keys":
+        """The keys of an object, or of the default where it is absent, null or empty."""
+        value = self.get(key, None) or default or {}
+        why = f"must be an object or null, found {kind_of(value)}"
+        self.check(isinstance(value, dict), key, why)
+        return Keys(value, self.where, f"{self.prefix}{key}.")
+
     def choice(self, key: str, allowed: Iterable[str], default: Any = ...) -> str:
         """One of the allowed texts; any other is an error, as in the methods below."""
         value = self.get(key, default)
@@ -118,8 +116,7 @@ class Keys:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"must be a whole number, found {kind_of(value)}")
+        self.check(type(value) is int, key, f"must be a whole number, found {kind_of(value)}")
         self.check(value >= minimum, key, f"must be at least {minimum}")
         self.check(value < (2**31 if "layer" not in key else 2**12), key, "is absurdly large")
         return value
@@ -128,8 +125,7 @@ class Keys:
         """A finite number above 0; null means the default, where there is one and `null` is allowed."""
         value = self.get(key, default)
         value = default if value is None and null and default is not ... else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"must be a number, found {kind_of(value)}")
+        self.check(type(value) in (int, float), key, f"must be a number, found {kind_of(value)}")
         why = "is absurdly large" if value > 1 else "must be well above 0"
         self.check(1e-300 < value < 1e300, key, why)
         return float(value)
@@ -137,8 +133,8 @@ class Keys:
     def fraction(self, key: str, default: float, below: float = 1, to: str = "to below 1") -> float:
         """A number from 0 to below 1, such as a dropout rate."""
         value = self.get(key, default)
-        fits = type(value) in (int, float) and 0 <= value < below
-        self.check(fits, key, f"must be a number from 0 {to}")
+        is_number = type(value) in (int, float)
+        self.check(is_number and 0 <= value < below, key, f"must be a number from 0 {to}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -164,21 +160,19 @@ class Keys:
 
     def refuse_unsupported(self) -> None:
         """Raise for a key that would change the computation and is not at its neutral value."""
-        if not self.boolean("is_causal", True):
-            raise self.error("is_causal", "only causal attention is implemented")
-        for key in self.leftover():
-            if key not in config_keys.UNSUPPORTED:
-                continue
-            value, neutral = self.raw[key], [1] if key in config_keys.FACTORS else []
-            if value not in (None, False, 0, "", [], {}, *neutral):
-                raise self.error(key, "changes the computation and is not implemented")
-            self.used.add(key)
+        self.check(
+            self.boolean("is_causal", True), "is_causal", "only causal attention is implemented"
+        )
+        for key in [key for key in self.leftover() if key in config_keys.UNSUPPORTED]:
+            neutral = [1] if key in config_keys.FACTORS else []
+            is_neutral = self.get(key) in (None, False, 0, "", [], {}, *neutral)
+            self.check(is_neutral, key, "changes the computation and is not implemented")
 
     def unknown(self) -> tuple[str, ...]:
         """Keys that have no effect, and are not known as irrelevant."""
-        left = {key: self.raw[key] for key in self.leftover() if key not in config_keys.IGNORED}
-        left = {k: v for k, v in left.items() if v or k not in config_keys.WITHOUT_EFFECT}
-        return tuple(key for key in left if not key.startswith(("_", "summary_")))
+        left = [key for key in self.leftover() if not key.startswith(("_", "summary_"))]
+        left = [key for key in left if self.raw[key] or key not in config_keys.WITHOUT_EFFECT]
+        return tuple(key for key in left if key not in config_keys.IGNORED)
 
 
 def kind_of(value: Any) -> str:
