@@ -48,12 +48,14 @@ class Reader(Keys):
         if reason := NOT_IMPLEMENTED.get(str(raw.get("model_type"))):
             why = f"{reason} are not implemented; there are {', '.join(FAMILIES)}"
             raise self.error("model_type", why)
-        self.model_type, self.text = self.choice("model_type", FAMILIES), raw
+        self.text = raw
+        self.model_type = self.choice("model_type", FAMILIES)
         self.family = family = FAMILIES[self.model_type]
         self.values: Row = {}
         self.parts: list[Any] = []  # the mixer and MLP of each layer, if they follow no rule
         # Keys without effect: of other models in the file, and of the rotary parameters.
-        self.beside, self.inside = beside, ()
+        self.beside = beside
+        self.inside: tuple[str, ...] = ()
         self.used |= {*family.unread.split()}
         self.has_experts = any(EXPERTS.get(key) == "number" for key in family.keys)
         family.prepare(self)
@@ -162,10 +164,9 @@ class Reader(Keys):
     def mamba_head_size(self, key: str) -> int:
         """Elements of a head; all heads together have mamba_expand times the model's width."""
         heads, inner = self["mamba_n_heads"], self["mamba_expand"] * self["hidden_size"]
-        size = inner // heads if self.get(key, "auto") == "auto" else self.integer(key)
-        why = f"x mamba_n_heads must be mamba_expand x hidden_size = {inner}"
-        self.check(size * heads == inner, key, why)
-        return size
+        why = f"must divide mamba_expand x hidden_size = {inner}"
+        self.check(inner % heads == 0, "mamba_n_heads", why)
+        return inner // heads if self.get(key, "auto") == "auto" else self.only(key, inner // heads)
 
     def step_limits(self, key: str) -> tuple[float, float]:
         """The bounds of Mamba2's steps; infinity may be an object in JSON."""
@@ -365,9 +366,9 @@ class Reader(Keys):
         divides = groups == 1 or (number % groups == 0 and groups < number)
         self.check(divides, "n_group", f"must divide {number} experts into groups of two or more")
         best = experts.groups_per_token
-        self.check(best <= groups, "topk_group", f"is above n_group {groups}")
-        enough = per_token <= number // groups * best
-        self.check(enough, "topk_group", "its groups have fewer experts than a token needs")
+        fits = best <= groups and per_token <= number // groups * best
+        why = f"must be at most {groups} groups with {per_token} experts for a token"
+        self.check(fits, "topk_group", why)
         return experts
 
 
@@ -386,12 +387,13 @@ def open_reader(raw: Row, where: str) -> Reader:
 
     As in transformers, the whole file says whether embeddings are tied, if it says so.
     """
-    text, tied = raw.get("text_config"), "tie_word_embeddings"
     if "arch_name" in raw and "model_type" not in raw:
         return Reader(from_first_dialect(raw, where), where)
-    is_whole = not isinstance(text, dict) or str(text.get("model_type")) not in FAMILIES
-    if is_whole or str(raw.get("model_type")) in FAMILIES:
+    text, tied = raw.get("text_config"), "tie_word_embeddings"
+    if not isinstance(text, dict) or str(text.get("model_type")) not in FAMILIES:
         return Reader(raw, where)
+    if str(raw.get("model_type")) in FAMILIES:
+        return Reader(raw, where)  # which refuses text_config
     beside = Keys({key: value for key, value in raw.items() if key not in text}, where)
     beside.used |= {"model_type", "text_config", tied}
     return Reader(text | {key: raw[key] for key in (tied,) if key in raw}, where, beside.unknown())
@@ -568,8 +570,8 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(GRANITE),
     "mixtral": Family(
         LLAMA | SIZES | ROUTER | dict(
-            rope_theta=1e6, rms_norm_eps=1e-5, sliding_window=None, router_jitter_noise=[0],
-            num_local_experts=8, num_experts_per_tok=2),
+            rope_theta=1e6, rms_norm_eps=1e-5, sliding_window=None, num_local_experts=8,
+            num_experts_per_tok=2),
         experts=dict(normalised=True)),
     "olmoe": Family(OLMO | ROUTER | dict(
         max_position_embeddings=4096, clip_qkv=[None], norm_topk_prob=False, num_experts=64,
@@ -619,7 +621,7 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family(
         LLAMA | ROUTER | dict(
             max_position_embeddings=196608, num_key_value_heads=8, head_dim=128, rope_theta=5e6,
-            rotary_dim=None, partial_rotary_factor=1.0, intermediate_size=1536, router_jitter_noise=[0],
+            rotary_dim=None, partial_rotary_factor=1.0, intermediate_size=1536,
             use_qk_norm=[True], qk_norm_type=["per_layer"], scoring_func=["sigmoid"],
             shared_intermediate_size=[0], use_routing_bias=[True], num_local_experts=256),
         dict(whole_qk_norm=True), experts=dict(normalised=True), unread="use_mtp mtp_transformer_layers",
