@@ -241,9 +241,8 @@ def load_config(
 
 def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
     """The model of a config's first layers, as if its file had no more; ConfigError if it has fewer."""
-    there = config.num_hidden_layers
-    if number > there:
-        raise ConfigError(f"--layers {number}: {config.path} has {there} layers")
+    if number > len(config.layers):
+        raise ConfigError(f"--layers {number}: {config.path} has {len(config.layers)} layers")
     raw = dict(config.raw)
     for key in PER_LAYER:
         if isinstance(raw.get(key), list | str):
@@ -277,10 +276,9 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     reader = open_reader(raw, str(path))
     fields = reader.read()
     reader.refuse_unsupported()
-    fields |= dict(name=model_name(path), path=str(path), model_type=reader.model_type)
-    unknown = (*reader.beside, *reader.unknown(), *reader.inside)
-    fields |= dict(raw=reader.text, unknown_keys=unknown, vocab_multiple=vocab_multiple)
-    config = ModelConfig(**fields)
+    fields |= dict(name=model_name(path), path=str(path), vocab_multiple=vocab_multiple)
+    fields |= dict(model_type=reader.model_type, raw=reader.text)
+    config = ModelConfig(**fields, unknown_keys=(*reader.unknown(), *reader.elsewhere))
     key_heads = config.num_key_value_heads
     why = f"is not a multiple of num_key_value_heads {key_heads}; query heads share them evenly"
     reader.check(config.num_attention_heads % key_heads == 0, "num_attention_heads", why)

@@ -32,7 +32,8 @@ IGNORED = frozenset(
     unsloth_fixed unsloth_version is_llama_config transformers.js_config max_sequence_length
     aux_loss_alpha seq_aux ep_size experts_per_token initial_context_length base_model_ep_plan
     output_router_logits model_max_length tokenizer_model_max_length tokenizer_padding_side task_names
-    license
+    license qk_head_dim use_mtp mtp_transformer_layers mtp_use_dedicated_embeddings mamba_ssm_dtype
+    enable_moe_fp32_combine
     """.split()
 )
 

@@ -53,9 +53,7 @@ class Reader(Keys):
         self.family = family = FAMILIES[self.model_type]
         self.values: Row = {}
         self.parts: list[Any] = []  # the mixer and MLP of each layer, if they follow no rule
-        # Keys without effect: of other models in the file, and of the rotary parameters.
-        self.beside = beside
-        self.inside: tuple[str, ...] = ()
+        self.elsewhere = [*beside]  # keys without effect in other objects of the file
         self.used |= {*family.unread.split()}
         self.has_experts = any(EXPERTS.get(key) == "number" for key in family.keys)
         family.prepare(self)
@@ -224,13 +222,14 @@ class Reader(Keys):
         special = usual if self.family.recurrent is None else "recurrent"
         local = "local" if "local_rope_theta" in fields else "global"
         special_layers, table = self.values.get("layer_types", ALL_LAYERS), []
-        for layer in range(fields["num_hidden_layers"]):
-            mixer = special if layer in special_layers else usual
-            mlp = "experts" if self.has_experts and layer not in dense else "dense"
-            mixer, mlp = self.parts[layer] if self.parts else (mixer, mlp)
+        layers = range(fields["num_hidden_layers"])
+        mixers = [special if layer in special_layers else usual for layer in layers]
+        dense = dense if self.has_experts else layers
+        mlps = ["dense" if layer in dense else "experts" for layer in layers]
+        for layer, (mixer, mlp) in enumerate(self.parts or zip(mixers, mlps, strict=True)):
             window = self.values.get("sliding_window") if layer in special_layers else None
-            rope = "global" if window is None else local
-            rope = None if layer in unrotated else rope
+            rotates = "global" if window is None else local
+            rope = None if layer in unrotated else rotates
             table.append(LayerSpec(mixer, mlp, window, rope, before, after))
         return tuple(table)
 
@@ -253,7 +252,7 @@ class Reader(Keys):
         for key in inner.leftover():
             known = kind == "yarn" and key in WITHOUT_EFFECT
             inner.check(known, key, f"has no meaning for rope type {kind!r}")
-            self.inside += (inner.prefix + key,)
+            self.elsewhere.append(inner.prefix + key)
         fields |= dict(rope_theta=theta, rope_scaling=scaling)
         fields["rotary_size"] = self.rotary_size(head_dim, inner)
         if inner.raw.get(QUERY_SCALE) is not None:  # queries at late positions grow
@@ -522,7 +521,6 @@ DEEPSEEK: Row = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64
     attention_bias=[False], max_position_embeddings=4096, topk_method=["noaux_tc"], moe_layer_freq=[1],
     rope_interleave=True, first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5,
     n_routed_experts=256)
-DEEPSEEK_UNREAD = "qk_head_dim head_dim"
 YARN: Row = dict(rope_type="yarn", llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
 YARN_KEYS = "llama_4_scaling_beta max_position_embeddings"
 QWEN_HYBRID: Row = BIASED | dict(
@@ -531,7 +529,6 @@ QWEN_HYBRID: Row = BIASED | dict(
     linear_num_key_heads=16, linear_key_head_dim=128, linear_num_value_heads=32,
     linear_value_head_dim=128, linear_conv_kernel_dim=4)
 QWEN_FIXED: Row = dict(qk_norm=True, output_gate=True, norm_offset=True)
-QWEN_UNREAD = "mamba_ssm_dtype mtp_use_dedicated_embeddings"
 MROPE = "mrope_section mrope_interleaved"  # for text all sections of positions are alike
 DELTA_NET: Row = dict(delta=True, chunk=64)
 # A layer's mixer and MLP, by its letter or name.
@@ -592,9 +589,8 @@ FAMILIES: dict[str, Family] = {
             layer_types=2, hidden_act=["silu"], swiglu_limit=7.0, swiglu_alpha=1.702,
             num_local_experts=128, num_experts_per_tok=4),
         dict(sinks=True), experts=dict(biases=True, scores="softmax_chosen"),
-        rope=dict(rope_type="yarn", factor=32.0, truncate=False, **{TRAINED: 4096}),
-        unread="initial_context_length"),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(DEEPSEEK, unread=DEEPSEEK_UNREAD, mtp=1)),
+        rope=dict(rope_type="yarn", factor=32.0, truncate=False, **{TRAINED: 4096})),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(DEEPSEEK, unread="head_dim", mtp=1)),
     "glm4_moe": Family(
         BIASED | SIZES | GROUPED | dict(
             rms_norm_eps=1e-5, partial_rotary_factor=0.5, use_qk_norm=False, first_k_dense_replace=1,
@@ -617,15 +613,14 @@ FAMILIES: dict[str, Family] = {
             routed_scaling_factor=1.0, n_routed_experts=128, scoring_func=["softmax"],
             num_experts_per_tok=4),
         rope=YARN | dict(rope_theta=1e4, factor=128.0, **{TRAINED: 8192}), rope_keys=YARN_KEYS,
-        unread=DEEPSEEK_UNREAD),
+        unread="head_dim"),
     "minimax_m2": Family(
         LLAMA | ROUTER | dict(
             max_position_embeddings=196608, num_key_value_heads=8, head_dim=128, rope_theta=5e6,
             rotary_dim=None, partial_rotary_factor=1.0, intermediate_size=1536,
             use_qk_norm=[True], qk_norm_type=["per_layer"], scoring_func=["sigmoid"],
             shared_intermediate_size=[0], use_routing_bias=[True], num_local_experts=256),
-        dict(whole_qk_norm=True), experts=dict(normalised=True), unread="use_mtp mtp_transformer_layers",
-        mtp=0),
+        dict(whole_qk_norm=True), experts=dict(normalised=True), mtp=0),
     "hy_v3": Family(
         BIASES | SIZES | ROUTER | dict(
             head_dim=128, rope_theta=11158840.0, rms_norm_eps=1e-5, initializer_range=0.006,
@@ -634,8 +629,7 @@ FAMILIES: dict[str, Family] = {
             moe_router_use_sigmoid=[True], moe_router_enable_expert_bias=[True],
             expert_hidden_dim=lambda reader, key: reader.only(key, reader["moe_intermediate_size"]),
             router_scaling_factor=2.826, num_experts=192, router_aux_loss_coef=0.0),
-        dict(qk_norm=True), experts=dict(scores="sigmoid", normalised=True),
-        unread="enable_moe_fp32_combine", mtp=0),
+        dict(qk_norm=True), experts=dict(scores="sigmoid", normalised=True), mtp=0),
     "gemma": Family(
         BIAS | LLAMA | dict(
             vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28,
@@ -660,14 +654,14 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         QWEN_HYBRID | SPARSE | QWEN_EXPERTS | dict(
             intermediate_size=5632, norm_topk_prob=True, num_experts_per_tok=10),
-        QWEN_FIXED, experts=dict(shared_gate=True), recurrent=DELTA_NET, unread=QWEN_UNREAD, mtp=1),
+        QWEN_FIXED, experts=dict(shared_gate=True), recurrent=DELTA_NET, mtp=1),
     "qwen3_5_text": Family(
         QWEN_HYBRID | dict(num_key_value_heads=4), QWEN_FIXED, recurrent=DELTA_NET, rope_keys=MROPE,
-        unread=QWEN_UNREAD + " mlp_only_layers", mtp=0),
+        unread="mlp_only_layers", mtp=0),
     "qwen3_5_moe_text": Family(
         QWEN_HYBRID | QWEN_EXPERTS | dict(intermediate_size=1, num_experts=256),  # no layer has that MLP
         QWEN_FIXED, experts=dict(normalised=True, shared_gate=True), recurrent=DELTA_NET, rope_keys=MROPE,
-        unread=QWEN_UNREAD + " mlp_only_layers", mtp=0),
+        unread="mlp_only_layers", mtp=0),
     "nemotron_h": Family(
         SHAPE | GROUPED | dict(
             max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, intermediate_size=21504,

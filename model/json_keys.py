@@ -160,9 +160,7 @@ class Keys:
 
     def refuse_unsupported(self) -> None:
         """Raise for a key that would change the computation and is not at its neutral value."""
-        self.check(
-            self.boolean("is_causal", True), "is_causal", "only causal attention is implemented"
-        )
+        self.only("is_causal", True)
         for key in [key for key in self.leftover() if key in config_keys.UNSUPPORTED]:
             neutral = [1] if key in config_keys.FACTORS else []
             is_neutral = self.get(key) in (None, False, 0, "", [], {}, *neutral)
