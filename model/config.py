@@ -5,13 +5,13 @@ refused: it changes the computation in a way that is not implemented here. Unkno
 in `ModelConfig.unknown_keys`. Defaults of absent keys are those of transformers 5.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import hashlib
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -199,8 +199,9 @@ def list_layers(config: ModelConfig) -> dict[str, Any]:
 def model_name(path: str | Path, layers: int | None = None) -> str:
     """A model's name: that of its config file, or of the directory of its config.json; and --layers."""
     path, end = Path(path), f"-{layers}-layers" if layers else ""
-    if os.path.isdir(path):  # noqa: PTH112 (a Path's fails for names that are too long)
-        return path.resolve().name + end
+    with contextlib.suppress(OSError):  # a name that is too long for any file
+        if path.is_dir():
+            return path.resolve().name + end
     return (path.resolve().parent.name if path.name == "config.json" else path.stem) + end
 
 
@@ -231,7 +232,9 @@ def load_config(
         raise ConfigError(f"{path}: no such file; {suggest_config(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # says the line, or the byte that is no text
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file; expected a Hugging Face config.json") from None
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}; is the file complete?") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a JSON object with a model_type, found {kind_of(raw)}")

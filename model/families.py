@@ -102,8 +102,9 @@ class Reader(Keys):
         entries = self.per_layer(key, *types, "full_attention", "attention")
         if entries is None:
             every = self[rule] if isinstance(rule, str) else rule
-            every_nth = isinstance(every, int)
-            return [i for i in layers if ((i + 1) % every if every_nth else i in every)]
+            if isinstance(every, int):
+                return [layer for layer in layers if (layer + 1) % every]
+            return [layer for layer in layers if layer in every]
         chosen = [layer for layer in layers if entries[layer] in types]
         off = "use_sliding_window" in self.values and not self["sliding_window"]
         why = "names sliding_attention, but use_sliding_window or sliding_window is off"
@@ -184,7 +185,9 @@ class Reader(Keys):
         """The row of the embedding that stays 0; a negative one counts from the end."""
         vocab = self["vocab_size"]
         token = self.integer(key, default, minimum=-vocab, null=True)
-        self.check(token is None or token < vocab, key, f"is outside vocab_size {vocab}")
+        self.check(
+            token is None or token < vocab, key, f"row {token} is outside vocab_size {vocab}"
+        )
         return None if token is None else token % vocab
 
     # What follows from several keys.
@@ -309,7 +312,8 @@ class Reader(Keys):
         """Rotated elements of a head; None if that is all. The part in `inner` wins."""
         if PART not in self.values:
             for keys in (self, inner):
-                keys.check(keys.number(PART, 1.0) == 1.0, PART, "only 1 is implemented")
+                part = keys.number(PART, 1.0, null=keys is self)
+                keys.check(part == 1.0, PART, "only 1 is implemented")
             return None
         part = self[PART]
         if PART not in self.raw and self.values.get("rotary_dim"):  # of MiniMax-M2
@@ -366,7 +370,7 @@ class Reader(Keys):
         self.check(divides, "n_group", f"must divide {number} experts into groups of two or more")
         best = experts.groups_per_token
         fits = best <= groups and per_token <= number // groups * best
-        why = f"must be at most {groups} groups with {per_token} experts for a token"
+        why = f"must be at most n_group {groups}, and its groups need {per_token} experts"
         self.check(fits, "topk_group", why)
         return experts
 

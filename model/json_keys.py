@@ -116,7 +116,8 @@ class Keys:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        self.check(type(value) is int, key, f"must be a whole number, found {kind_of(value)}")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, f"must be a whole number, found {kind_of(value)}")
         self.check(value >= minimum, key, f"must be at least {minimum}")
         self.check(value < (2**31 if "layer" not in key else 2**12), key, "is absurdly large")
         return value
@@ -125,7 +126,8 @@ class Keys:
         """A finite number above 0; null means the default, where there is one and `null` is allowed."""
         value = self.get(key, default)
         value = default if value is None and null and default is not ... else value
-        self.check(type(value) in (int, float), key, f"must be a number, found {kind_of(value)}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"must be a number, found {kind_of(value)}")
         why = "is absurdly large" if value > 1 else "must be well above 0"
         self.check(1e-300 < value < 1e300, key, why)
         return float(value)
