@@ -440,7 +440,7 @@ RULES |= dict(
     sliding_window=Reader.window, layer_types=Reader.layers_of_types, pad_token_id=Reader.padding_row,
     n_shared_experts=partial(Keys.integer, null=True, minimum=0),
     first_k_dense_replace=lambda *read: range(Keys.integer(*read, minimum=0)),
-    max_window_layers=lambda *read: ALL_LAYERS[Keys.integer(*read, minimum=0):],
+    max_window_layers=lambda *read: range(Keys.integer(*read, minimum=0), len(ALL_LAYERS)),
     router_aux_loss_coef=partial(Keys.fraction, below=1e6, to="on"),
     query_pre_attn_scalar=lambda *read: Keys.number(*read) ** -0.5,
     logits_scaling=lambda *read: 1 / Keys.number(*read, null=False))
