@@ -5,6 +5,7 @@ refused: it changes the computation in a way that is not implemented here. Unkno
 in `ModelConfig.unknown_keys`. Defaults of absent keys are those of transformers 5.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -16,14 +17,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from llm_train_bench.model import config_keys
-from llm_train_bench.model.families import (
-    FAMILIES,
-    NOT_IMPLEMENTED,
-    Reader,
-    from_first_dialect,
-)
-from llm_train_bench.model.json_files import CONFIGS, is_directory, parse_json, plain_text
-from llm_train_bench.model.json_keys import ConfigError, Keys, kind_of
+from llm_train_bench.model.families import open_reader
+from llm_train_bench.model.json_files import CONFIGS, parse_json, plain_text
+from llm_train_bench.model.json_keys import ConfigError, kind_of
 from llm_train_bench.model.shapes import Experts, Latent, LayerSpec, Recurrent, RopeScaling
 from llm_train_bench.model.weights import Weight, list_weights
 
@@ -31,14 +27,10 @@ from llm_train_bench.model.weights import Weight, list_weights
 LAYER_KEYS = "num_hidden_layers", "n_layer"
 PER_LAYER = """layer_types layers_block_type hybrid_override_pattern mlp_layer_types
     no_rope_layers""".split()
-# By a reader's list of layers: what they have, in place of what is usual for the model.
+# By a list of layers in a model's shape: the part that they have in common.
 LAYER_LISTS = dict(
-    recurrent_layers=("mixer", "recurrent"),
-    mlp_alone=("mixer", None),
-    dense_layers=("mlp", "dense"),
-    mixer_alone=("mlp", None),
-    no_rope_layers=("rope", None),
-)
+    recurrent_layers=("mixer", "recurrent"), mlp_alone=("mixer", None), dense_layers=("mlp", "dense"),
+    mixer_alone=("mlp", None), no_rope_layers=("rope", None))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +200,25 @@ def list_layers(config: ModelConfig) -> dict[str, Any]:
 def model_name(path: str | Path, layers: int | None = None) -> str:
     """A model's name: that of its config file, or of the directory of its config.json; and --layers."""
     path, end = Path(path), f"-{layers}-layers" if layers else ""
-    if is_directory(path):
-        return path.resolve().name + end
+    with contextlib.suppress(OSError):  # a name that is too long for any file
+        if path.is_dir():
+            return path.resolve().name + end
     return (path.resolve().parent.name if path.name == "config.json" else path.stem) + end
+
+
+def suggest_config(path: Path) -> str:
+    """What to use in place of a file that is not there."""
+    shipped = sorted(p.stem for p in CONFIGS.glob("*-*.json"))
+    name = path.name.lower().removesuffix(".json")
+    whole = name.removesuffix("-proxy")
+    if whole != name and whole in shipped:
+        return f"use configs/{whole}.json --layers N"
+    if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and path.suffix != ".json":
+        same = f"configs/{name}.json has its shape; or " if name in shipped else ""
+        fetch = f"hf download {path} config.json --local-dir {path.name}"
+        return f"{same}fetch a config of the Hugging Face Hub: {fetch}"
+    near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.7)
+    return f"did you mean configs/{near[0]}.json?" if near else "configs/ has gpt2-125m and others"
 
 
 def load_config(
@@ -218,35 +226,17 @@ def load_config(
 ) -> ModelConfig:
     """Read a config.json (or a directory with one), or its first `layers`; ConfigError if unusable."""
     path = Path(path)
-    if is_directory(path):
-        path = path / "config.json"
     try:
+        path = path / "config.json" if path.is_dir() else path
         raw = parse_json(plain_text(path, encoding="utf-8-sig"))
     except FileNotFoundError:
-        shipped = sorted(p.stem for p in CONFIGS.glob("*-*.json"))
-        name = path.name.lower().removesuffix(".json")
-        near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.7)
-        hint = "; configs/ has gpt2-125m and others"
-        if near:
-            hint = f"; did you mean configs/{near[0]}.json?"
-        if re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) and path.suffix != ".json":
-            same = f"configs/{name}.json has its shape; or " if name in shipped else ""
-            fetch = f"hf download {path} config.json --local-dir {path.name}"
-            hint = f"; {same}fetch a config of the Hugging Face Hub: {fetch}"
-        if name.endswith("-proxy") and (whole := name.removesuffix("-proxy")) in shipped:
-            hint = f"; use configs/{whole}.json --layers N"
-        raise ConfigError(f"{path}: no such file{hint}") from None
+        raise ConfigError(f"{path}: no such file; {suggest_config(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file; expected a Hugging Face config.json") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg};"
-            " is the file complete?"
-        ) from None
     except ValueError as error:
-        raise ConfigError(f"{path}: not usable JSON: {error}") from None
+        raise ConfigError(f"{path}: not valid JSON: {error}; is the file complete?") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a JSON object with a model_type, found {kind_of(raw)}")
     config = parse_config(raw, path, vocab_multiple)
@@ -255,9 +245,8 @@ def load_config(
 
 def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
     """The model of a config's first layers, as if its file had no more; ConfigError if it has fewer."""
-    if number > config.num_hidden_layers:
-        has = f"{config.path} has {config.num_hidden_layers} layers"
-        raise ConfigError(f"--layers {number}: {has}")
+    if number > len(config.layers):
+        raise ConfigError(f"--layers {number}: {config.path} has {len(config.layers)} layers")
     raw = dict(config.raw)
     for key in PER_LAYER:
         if isinstance(raw.get(key), list | str):
@@ -270,32 +259,15 @@ def keep_first_layers(config: ModelConfig, number: int) -> ModelConfig:
         raise ConfigError(
             f"--layers {number}: {config.path} does not list its layers; add the list"
         )
-    name = model_name(config.path, number)
-    unknown = config.unknown_keys
+    name, unknown = model_name(config.path, number), config.unknown_keys
     return dataclasses.replace(short, name=name, first_layers=number, unknown_keys=unknown)
-
-
-def text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The text_config of a model of text and images, where its family is known, and the keys beside it.
-
-    As in transformers, the whole file says whether embeddings are tied, if it says so.
-    """
-    text, tied = raw.get("text_config"), "tie_word_embeddings"
-    if not isinstance(text, dict) or str(raw.get("model_type")) in FAMILIES:
-        return raw, []
-    if str(text.get("model_type")) not in FAMILIES:
-        return raw, []
-    keys = Keys({key: value for key, value in raw.items() if key not in text}, "")
-    keys.used |= {"model_type", "text_config", tied}
-    return text | {key: raw[key] for key in (tied,) if key in raw}, [*keys.unknown()]
 
 
 def describe_keys_without_effect(config: ModelConfig) -> str | None:
     """What a run says about the keys of its config file that have no effect; None if there are none."""
     by_reason: dict[str, list[str]] = {}
     for key in config.unknown_keys:
-        is_beside = "." not in key and key not in config.raw
-        reason = "left out: only text is trained" if is_beside else "unknown"
+        reason = "unknown" if key in config.raw else "left out: only text is trained"
         reason = config_keys.WITHOUT_EFFECT.get(key.split(".")[-1], reason)
         by_reason.setdefault(reason, []).append(key)
     named = [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
@@ -305,31 +277,17 @@ def describe_keys_without_effect(config: ModelConfig) -> str | None:
 def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
     path = Path(path)
-    raw, beside = text_part(raw)
-    if "arch_name" in raw and "model_type" not in raw:
-        raw = from_first_dialect(raw, str(path))
-    keys = Keys(raw, str(path))
-    if (reason := NOT_IMPLEMENTED.get(str(raw.get("model_type")))) is not None:
-        why = f"{reason} are not implemented; there are {', '.join(FAMILIES)}"
-        raise keys.error("model_type", why)
-    model_type = keys.choice("model_type", FAMILIES)
-    reader = Reader(raw, str(path), FAMILIES[model_type])
+    reader = open_reader(raw, str(path))
     fields = reader.read()
     reader.refuse_unsupported()
-    fields |= dict(name=model_name(path), path=str(path), model_type=model_type, raw=raw)
-    unknown = (*beside, *reader.unknown(), *reader.inside)
-    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=unknown)
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ConfigError(
-            f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads {config.num_key_value_heads}; query heads share them evenly"
-        )
-    if any(layer.rope for layer in config.layers) and config.rope_dim % 2:
-        key = "head_dim x partial_rotary_factor" if config.rotary_size else "head_dim"
-        key = "qk_rope_head_dim" if config.latent else key
-        raise ConfigError(f"{path}: {key} {config.rope_dim} is odd; rotary embeddings need pairs")
-    if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
-        raise ConfigError(
-            f"{path}: pad_token_id {config.pad_token_id} is outside vocab_size {config.vocab_size}"
-        )
+    fields |= dict(name=model_name(path), path=str(path), vocab_multiple=vocab_multiple)
+    fields |= dict(model_type=reader.model_type, raw=reader.text)
+    config = ModelConfig(**fields, unknown_keys=(*reader.unknown(), *reader.elsewhere))
+    key_heads = config.num_key_value_heads
+    why = f"is not a multiple of num_key_value_heads {key_heads}; query heads share them evenly"
+    reader.check(config.num_attention_heads % key_heads == 0, "num_attention_heads", why)
+    key = "qk_rope_head_dim" if config.latent else "head_dim"
+    why = f"{config.rope_dim} rotated elements are odd; rotary embeddings need pairs"
+    has_pairs = config.rope_dim % 2 == 0 or not any(layer.rope for layer in config.layers)
+    reader.check(has_pairs, key, why)
     return config

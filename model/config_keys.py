@@ -32,19 +32,19 @@ IGNORED = frozenset(
     unsloth_fixed unsloth_version is_llama_config transformers.js_config max_sequence_length
     aux_loss_alpha seq_aux ep_size experts_per_token initial_context_length base_model_ep_plan
     output_router_logits model_max_length tokenizer_model_max_length tokenizer_padding_side task_names
-    license
+    license qk_head_dim use_mtp mtp_transformer_layers mtp_use_dedicated_embeddings mamba_ssm_dtype
+    enable_moe_fp32_combine
     """.split()
 )
 
 # Keys that a run names in a remark: what a file means by them is not done, or is done anyway.
-QUANTISED = "the weights are not quantised"
 WITHOUT_EFFECT = dict.fromkeys(
-    ("quantization_config", "quantization", "compression_config"), QUANTISED
+    ("quantization_config", "quantization", "compression_config"), "the weights are not quantised"
+) | dict(
+    auto_map="no code of the Hub is run",
+    attn_factor="transformers does not read it",
+    finetuned="positions are stretched in any case",
 )
-WITHOUT_EFFECT |= dict(
-    auto_map="no code of the Hub is run", attn_factor="transformers does not read it"
-)
-WITHOUT_EFFECT |= dict(finetuned="positions are stretched in any case")
 
 # Keys that change the computation unless they are null, false, 0, empty or, for factors, 1.
 FACTORS = """
@@ -66,8 +66,7 @@ UNSUPPORTED = frozenset(
     parallel_attn use_parallel_residual multi_query bias use_bias qkv_bias use_qkv_bias attention_bias
     mlp_bias swiglu_limit hidden_dropout resid_pdrop embd_pdrop embedding_dropout attn_pdrop
     residual_dropout layerdrop norm_type hidden_activation num_mtp_layers num_nextn_predict_layers
-    sliding_window layer_types
-    use_sliding_window no_rope_layers rope_theta rope_scaling rope_parameters head_dim num_key_value_heads
-    intermediate_size
+    sliding_window layer_types use_sliding_window no_rope_layers rope_theta rope_scaling rope_parameters
+    head_dim num_key_value_heads intermediate_size
     """.split()
 ).union(FACTORS)

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from llm_train_bench.model.config_keys import WITHOUT_EFFECT
-from llm_train_bench.model.json_keys import ConfigError, Keys, kind_of
+from llm_train_bench.model.json_keys import Keys
 from llm_train_bench.model.shapes import Experts, Latent, LayerSpec, Recurrent, RopeScaling, Yarn
 
 Row = dict[str, Any]
 NONE: Row = {}
 ALL_LAYERS = range(2**12)
-LAYER_LISTS = "dense_layers no_rope_layers mlp_alone mixer_alone".split()
 PART, TRAINED = "partial_rotary_factor", "original_max_position_embeddings"
+ROPE_TYPES = "default", "linear", "llama3", "yarn"
 QK_NORM = "use_qk_norm", "qk_norm", "qk_layernorm"
 QUERY_SCALE = "llama_4_scaling_beta"
 
@@ -43,16 +43,22 @@ class Family(NamedTuple):
 class Reader(Keys):
     """A family's file, read as its row tells: `reader[key]` is a key's value or its default."""
 
-    def __init__(self, raw: Row, where: str, family: Family):
+    def __init__(self, raw: Row, where: str, beside: tuple[str, ...] = ()):
         super().__init__(raw, where)
-        self.family, self.values = family, {}
-        self.inside: list[str] = []  # keys without effect among the rotary parameters
-        self.used |= {"model_type", *family.unread.split()}
+        if reason := NOT_IMPLEMENTED.get(str(raw.get("model_type"))):
+            why = f"{reason} are not implemented; there are {', '.join(FAMILIES)}"
+            raise self.error("model_type", why)
+        self.text = raw
+        self.model_type = self.choice("model_type", FAMILIES)
+        self.family = family = FAMILIES[self.model_type]
+        self.values: Row = {}
+        self.parts: list[Any] = []  # the mixer and MLP of each layer, if they follow no rule
+        self.elsewhere = [*beside]  # keys without effect in other objects of the file
+        self.used |= {*family.unread.split()}
         self.has_experts = any(EXPERTS.get(key) == "number" for key in family.keys)
         family.prepare(self)
         for key, default in family.keys.items():
             name = self.spelling(key)
-            rule = RULES.get(key) or RULES.get(key.split("_")[-1])
             if key in EXPERTS and not self.has_experts:
                 self.used.add(name)  # has no meaning
             elif isinstance(default, list):
@@ -60,8 +66,8 @@ class Reader(Keys):
             elif callable(default):
                 self.values[key] = default(self, name)
             else:
-                rule = rule or BY_TYPE.get(type(default), Keys.integer)
-                self.values[key] = rule(self, name, default)
+                rule = RULES.get(key) or RULES.get(key.split("_")[-1]) or BY_TYPE.get(type(default))
+                self.values[key] = (rule or Keys.integer)(self, name, default)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -70,48 +76,51 @@ class Reader(Keys):
         """The name of a key in this file, where transformers takes several."""
         return next((name for name in SPELLINGS.get(key, "").split() if name in self.raw), key)
 
-    def ours(self, names: dict[str, str], fixed: Row) -> Row:
-        """The values that are fields of ours, by our names, and those that no key says."""
-        read = {names[key]: value for key, value in self.values.items() if key in names}
-        return read | {name: x(self) if callable(x) else x for name, x in fixed.items()}
+    def fields_of(self, names: dict[str, str]) -> Row:
+        """The values of these keys, by our names."""
+        return {names[key]: value for key, value in self.values.items() if key in names}
 
     # Layers.
-    def per_layer(self, key: str, *names: str) -> list | None:
-        """A list with one of these names, or else a number, for each layer; None if absent or null."""
+    def per_layer(self, key: str, *allowed: str | int) -> list | None:
+        """A list with one of the allowed entries for each layer; None if absent or null."""
         entries, layers = self.get(key, None), self["num_hidden_layers"]
-        if entries is None:
-            return None
-        kind, what = (str, "names") if names else (int, "numbers")
-        fits = isinstance(entries, list) and len(entries) == layers
-        fits = fits and all(isinstance(entry, kind) for entry in entries)
-        self.check(fits, key, f"must be a list of num_hidden_layers = {layers} {what}")
-        for entry in entries if names else ():
-            self.check(entry in names, key, f"{entry!r} is not implemented")
+        if entries is not None:
+            why = f"must be a list of num_hidden_layers = {layers} entries"
+            self.check(isinstance(entries, list) and len(entries) == layers, key, why)
+            why = f"not implemented; there are {', '.join(map(str, allowed))}"
+            self.check(all(entry in allowed for entry in entries), key, why)
         return entries
 
-    def special_layers(self, key: str, rule: int | str | range) -> list[int]:
+    def layers_of_types(self, key: str, rule: int | str | range) -> list[int]:
         """Layers that layer_types gives a window or a recurrent mixer.
 
         If it is absent, `rule` tells: a number n, or a key with one, means all but every n-th layer; a
         range, or a key with a list, means those layers.
         """
         recurrent, layers = self.family.recurrent is not None, range(self["num_hidden_layers"])
-        special = ("linear_attention", "mamba") if recurrent else ("sliding_attention",)
-        kinds = self.per_layer(key, *special, "full_attention", "attention")
-        if kinds is None:
+        types = ("linear_attention", "mamba") if recurrent else ("sliding_attention",)
+        entries = self.per_layer(key, *types, "full_attention", "attention")
+        if entries is None:
             every = self[rule] if isinstance(rule, str) else rule
             if isinstance(every, int):
                 return [layer for layer in layers if (layer + 1) % every]
             return [layer for layer in layers if layer in every]
-        chosen = [layer for layer, kind in enumerate(kinds) if kind in special]
+        chosen = [layer for layer in layers if entries[layer] in types]
+        off = "use_sliding_window" in self.values and not self["sliding_window"]
         why = "names sliding_attention, but use_sliding_window or sliding_window is off"
-        self.check("use_sliding_window" not in self.values or self.window or not chosen, key, why)
+        self.check(not (off and chosen), key, why)
         return chosen
+
+    def window(self, key: str, default: int | None) -> int | None:
+        """Positions of the sliding window, unless it is switched off; transformers writes 0 then."""
+        on = self.values.get("use_sliding_window", True)
+        size = self.integer(key, default, minimum=1 if on else 0, null=True)
+        return size if on else None
 
     def no_rope_layers(self, key: str) -> list[int]:
         """Layers of SmolLM3 that do not rotate; its key has a 0 for them."""
         layers, every = range(self["num_hidden_layers"]), self["no_rope_layer_interval"]
-        rotates = self.per_layer(key) or [(layer + 1) % every for layer in layers]
+        rotates = self.per_layer(key, 0, 1) or [(layer + 1) % every for layer in layers]
         return [layer for layer in layers if not rotates[layer]]
 
     def dense_between(self, key: str) -> list[int]:
@@ -128,24 +137,16 @@ class Reader(Keys):
 
     def prepare_nemotron(self) -> None:
         """Find the kind of each layer; their number replaces num_hidden_layers, as in transformers."""
-        key, older = "layers_block_type", dict(mamba="linear_attention", attention="full_attention")
-        kinds, pattern = self.get(key, None), self.get("hybrid_override_pattern", None)
-        if kinds is None and isinstance(pattern, str):
-            kinds = [NEMOTRON_LETTERS.get(letter, letter) for letter in pattern]
-        kinds = [*NEMOTRON_LETTERS.values()] if kinds is None else kinds
-        fits = isinstance(kinds, list) and kinds and all(isinstance(kind, str) for kind in kinds)
-        self.check(fits, key, "must be a list of names")
-        kinds = [older.get(kind, kind) for kind in kinds]
-        for kind in kinds:
-            self.check(kind in NEMOTRON_LETTERS.values(), key, f"{kind!r} is not implemented")
-        self.raw = self.raw | {"num_hidden_layers": len(kinds)}
-        self.has_experts = "moe" in kinds
-        fits = not self.has_experts or self.raw.get("mlp_bias") is not True
-        self.check(fits, "mlp_bias", "only false is implemented with experts")
-        mixers = ("linear_attention", "full_attention")
-        lists = dict(layer_types=mixers[:1], dense_layers=("mlp",), mlp_alone=("moe", "mlp"))
-        for name, of_kinds in (lists | dict(mixer_alone=mixers)).items():
-            self.values[name] = [i for i, kind in enumerate(kinds) if kind in of_kinds]
+        key, older = "layers_block_type", self.get("hybrid_override_pattern", None)
+        names = self.get(key, "ME*-" if older is None else older)
+        names = names if isinstance(names, list | str) else []
+        self.parts = [NEMOTRON_LAYERS.get(str(name)) for name in names]
+        known = len(self.parts) > 0 and None not in self.parts
+        self.check(known, key, f"must be a list of {', '.join(NEMOTRON_LAYERS)}")
+        self.raw = self.raw | {"num_hidden_layers": len(self.parts)}
+        self.has_experts = (None, "experts") in self.parts
+        allowed = not self.has_experts or self.raw.get("mlp_bias") is not True
+        self.check(allowed, "mlp_bias", "only false is implemented with experts")
 
     # Granite 4.
     def prepare_granite(self) -> None:
@@ -162,10 +163,9 @@ class Reader(Keys):
     def mamba_head_size(self, key: str) -> int:
         """Elements of a head; all heads together have mamba_expand times the model's width."""
         heads, inner = self["mamba_n_heads"], self["mamba_expand"] * self["hidden_size"]
-        size = inner // heads if self.get(key, "auto") == "auto" else self.integer(key)
-        why = f"x mamba_n_heads must be mamba_expand x hidden_size = {inner}"
-        self.check(size * heads == inner, key, why)
-        return size
+        why = f"must divide mamba_expand x hidden_size = {inner}"
+        self.check(inner % heads == 0, "mamba_n_heads", why)
+        return inner // heads if self.get(key, "auto") == "auto" else self.only(key, inner // heads)
 
     def step_limits(self, key: str) -> tuple[float, float]:
         """The bounds of Mamba2's steps; infinity may be an object in JSON."""
@@ -181,33 +181,37 @@ class Reader(Keys):
         name = self.activation(key, "gelu_pytorch_tanh")
         return "gelu_tanh" if name == "gelu" else name
 
+    def padding_row(self, key: str, default: int | None) -> int | None:
+        """The row of the embedding that stays 0; a negative one counts from the end."""
+        vocab = self["vocab_size"]
+        token = self.integer(key, default, minimum=-vocab, null=True)
+        self.check(
+            token is None or token < vocab, key, f"row {token} is outside vocab_size {vocab}"
+        )
+        return None if token is None else token % vocab
+
     # What follows from several keys.
     def read(self) -> Row:
         """The fields of a ModelConfig."""
-        family, values, bias = self.family, self.values, self.values.get("attention_bias", False)
-        fields = PLAIN | dict(qkv_bias=bias, attention_out_bias=bias) | self.ours(MODEL, NONE)
+        family, bias = self.family, self.values.get("attention_bias", False)
+        fields = PLAIN | dict(qkv_bias=bias, attention_out_bias=bias) | self.fields_of(MODEL)
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         fields["intermediate_size"] = fields["intermediate_size"] or 4 * hidden  # GPT-2's default
         fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
         if not fields.get("head_dim"):
-            why = f"hidden size {hidden} does not divide into {heads} attention heads"
-            if hidden % heads:
-                raise ConfigError(f"{self.where}: {why}; change one of them or give head_dim")
+            why = f"is no multiple of {heads} attention heads; change one of them or give head_dim"
+            self.check(hidden % heads == 0, "hidden_size", why)
             fields["head_dim"] = hidden // heads
-        if (token := fields.get("pad_token_id")) is not None and token < 0:  # counts from the end
-            fields["pad_token_id"] = token + fields["vocab_size"]
-        if "rope_theta" in values:
+        if "rope_theta" in self.values:
             fields |= self.rope(fields["head_dim"])
         if family.recurrent is not None:
             fields["recurrent"] = self.recurrent(dict(activation=fields["activation"]))
         if self.has_experts:
             fields["experts"] = self.experts()
-        else:
-            fields["dense_layers"] = ()
         if family.mtp is not None:
             modules = [self.integer(key, None, minimum=0) or 0 for key in MTP_KEYS]
             fields["mtp_layers"] = max(modules) if {*MTP_KEYS} & {*self.raw} else family.mtp
-        fields |= self.ours(NONE, family.fields)
+        fields |= {name: x(self) if callable(x) else x for name, x in family.fields.items()}
         if fields["qk_norm"]:  # a file may say so
             self.used |= {key for key in QK_NORM if self.raw.get(key) is True}
         fields["layers"] = self.layers(fields)
@@ -215,94 +219,68 @@ class Reader(Keys):
 
     def layers(self, fields: Row) -> tuple[LayerSpec, ...]:
         """The table of layers; the lists of layers are taken out of the fields."""
-        dense, unrotated, mlp_alone, mixer_alone = (fields.pop(name, ()) for name in LAYER_LISTS)
-        before, after = fields.pop("pre_norm", True), fields.pop("post_norm", False)
-        special, table = self.values.get("layer_types", ALL_LAYERS), []
-        for layer in range(fields["num_hidden_layers"]):
-            mixer = "latent" if "latent" in fields else "attention"
-            mixer = "recurrent" if "recurrent" in fields and layer in special else mixer
-            mlp = "experts" if "experts" in fields and layer not in dense else "dense"
-            window = self.window if layer in special else None
-            rope = "local" if window is not None and "local_rope_theta" in fields else "global"
-            rope = None if fields["learned_positions"] or layer in unrotated else rope
-            mixer = None if layer in mlp_alone else mixer
-            mlp = None if layer in mixer_alone else mlp
+        dense, unrotated = fields.pop("dense_layers", ()), fields.pop("no_rope_layers", ())
+        before, after = fields.pop("pre_norm"), fields.pop("post_norm")
+        usual = "latent" if "latent" in fields else "attention"
+        special = usual if self.family.recurrent is None else "recurrent"
+        local = "local" if "local_rope_theta" in fields else "global"
+        special_layers, table = self.values.get("layer_types", ALL_LAYERS), []
+        layers = range(fields["num_hidden_layers"])
+        mixers = [special if layer in special_layers else usual for layer in layers]
+        dense = dense if self.has_experts else layers
+        mlps = ["dense" if layer in dense else "experts" for layer in layers]
+        for layer, (mixer, mlp) in enumerate(self.parts or zip(mixers, mlps, strict=True)):
+            window = self.values.get("sliding_window") if layer in special_layers else None
+            rotates = "global" if window is None else local
+            rope = None if layer in unrotated else rotates
             table.append(LayerSpec(mixer, mlp, window, rope, before, after))
         return tuple(table)
-
-    def window_size(self, key: str, default: int | None) -> int | None:
-        """Positions of the sliding window; transformers writes 0 where it is switched off."""
-        off = self.raw.get("use_sliding_window") is False
-        return self.integer(key, default, minimum=0 if off else 1, null=True)
-
-    @property
-    def window(self) -> int | None:
-        """The sliding window, unless it is switched off."""
-        on = self.values.get("use_sliding_window", True)
-        return self.values.get("sliding_window") if on else None
 
     def rope(self, head_dim: int) -> Row:
         """Rotary frequencies, and what of heads they turn and how they scale attention."""
         fields: Row = {}
-        where = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
-        parameters: Any = self.raw.get(where) or self.family.rope
         if "sliding_attention" in self.family.rope:
-            where = "rope_parameters"
-            parameters, fields["local_rope_theta"] = self.two_ropes()
-        fits = isinstance(parameters, dict)
-        self.check(fits, where, f"must be an object or null, found {kind_of(parameters)}")
-        fits = not any(isinstance(value, dict) for value in parameters.values())
-        self.check(fits, where, "rotary parameters that differ by layer type are not implemented")
-        inner = Keys(parameters, self.where, prefix=f"{where}.")
+            inner, fields["local_rope_theta"] = self.two_ropes()
+        else:
+            where = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
+            inner = self.object(where, self.family.rope)
         self.used |= {"rope_scaling", "rope_parameters"}
         inner.used |= {"rope_type", "type", PART, *self.family.rope_keys.split()}
         theta = inner.number("rope_theta", self["rope_theta"])
-        kind, old = parameters.get("rope_type"), parameters.get("type")
-        fits = kind == old or not kind or not old
-        self.check(fits, where, f"rope_type {kind!r} and type {old!r} disagree")
-        kind = kind or old or "default"
-        why = f"rope type {kind!r} is not implemented; there are default, linear, llama3 and yarn"
-        self.check(kind in ("default", "linear", "llama3", "yarn"), where, why)
+        kind = inner.raw.get("rope_type") or inner.raw.get("type") or "default"
+        why = f"{kind!r} is not implemented; there are {', '.join(ROPE_TYPES)}"
+        inner.check(kind in ROPE_TYPES, "rope_type", why)
         scaling = self.rope_scaling(kind, inner)
-        place = inner if "rope_theta" in parameters else self
-        fits = kind != "yarn" or theta > 1
-        place.check(fits, "rope_theta", "must be above 1 for rope type 'yarn'")
+        inner.check(kind != "yarn" or theta > 1, "rope_type", "needs a rope_theta above 1")
         for key in inner.leftover():
             known = kind == "yarn" and key in WITHOUT_EFFECT
-            self.check(known, where, f"{key!r} has no meaning for rope type {kind!r}")
-            self.inside.append(f"{where}.{key}")
-        rotary_size = self.rotary_size(head_dim, inner)
-        fields |= dict(rope_theta=theta, rope_scaling=scaling, rotary_size=rotary_size)
-        if parameters.get(QUERY_SCALE) is not None:  # queries at late positions grow
+            inner.check(known, key, f"has no meaning for rope type {kind!r}")
+            self.elsewhere.append(inner.prefix + key)
+        fields |= dict(rope_theta=theta, rope_scaling=scaling)
+        fields["rotary_size"] = self.rotary_size(head_dim, inner)
+        if inner.raw.get(QUERY_SCALE) is not None:  # queries at late positions grow
             trained = self.integer(TRAINED, None) if kind in ("yarn", "llama3") else None
             fields["query_scale"] = inner.number(QUERY_SCALE), trained or inner.integer(TRAINED)
         if "kv_lora_rank" in self.values:
-            fields |= self.latent(head_dim, scaling, parameters.get("mscale_all_dim"))
+            fields |= self.latent(scaling, inner)
         return fields
 
-    def two_ropes(self) -> tuple[Row, float]:
+    def two_ropes(self) -> tuple[Keys, float]:
         """Rotary parameters of layers without a window, and the base of those with one.
 
         They are those of rope_parameters by kind of layer, or are in older keys.
         """
-        key, kinds = "rope_parameters", ("full_attention", "sliding_attention")
-        by_kind: Any = self.raw.get(key) or {}
-        fits = isinstance(by_kind, dict) and {*by_kind} <= {*kinds}
-        self.check(fits, key, f"must hold {' and '.join(kinds)} for this family")
-        full: Any = by_kind.get("full_attention") or {}
-        slides: Any = by_kind.get("sliding_attention") or {}
-        fits = isinstance(full, dict) and isinstance(slides, dict)
-        self.check(fits, key, "must hold an object for each kind of layer")
-        inner = Keys(slides, self.where, prefix="rope_parameters.sliding_attention.")
-        inner.choice("rope_type", ("default",), "default")
+        by_kind, old = self.object("rope_parameters"), self.object("rope_scaling")
+        full, slides = by_kind.object("full_attention"), by_kind.object("sliding_attention")
+        why = "must hold full_attention and sliding_attention for this family"
+        self.check(not by_kind.leftover(), "rope_parameters", why)
+        slides.choice("rope_type", ("default",), "default")
         default = self.values.get("rope_local_base_freq", self.family.rope["sliding_attention"])
-        theta = inner.number("rope_theta", default)
-        for extra in inner.leftover():
-            raise inner.error(extra, "is not implemented for layers with windows")
-        old: Any = self.raw.get("rope_scaling") or {}
-        fits = isinstance(old, dict) and "type" not in old
-        self.check(fits, "rope_scaling", "must be an object with a rope_type for this family")
-        return full | old, theta
+        theta = slides.number("rope_theta", default)
+        for extra in slides.leftover():
+            raise slides.error(extra, "is not implemented for layers with windows")
+        self.check("type" not in old.raw, "rope_scaling", "must have a rope_type for this family")
+        return Keys(full.raw | old.raw, self.where, by_kind.prefix), theta
 
     def rope_scaling(self, kind: str, inner: Keys) -> RopeScaling | Yarn | None:
         """How rotary frequencies are stretched, by the rope type."""
@@ -315,8 +293,8 @@ class Reader(Keys):
         inside = inner.integer(TRAINED, positions)
         original = self.integer(TRAINED, None) or inside
         if kind == "llama3":
-            names = ("factor", "low_freq_factor", "high_freq_factor")
-            factor, low, high = (inner.number(name) for name in names)
+            factor = inner.number("factor")
+            low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
             inner.check(high > low, "high_freq_factor", "must be above low_freq_factor")
             return RopeScaling(kind, factor, low, high, original)
         factor = inner.number("factor", positions / original)
@@ -333,41 +311,36 @@ class Reader(Keys):
     def rotary_size(self, head_dim: int, inner: Keys) -> int | None:
         """Rotated elements of a head; None if that is all. The part in `inner` wins."""
         if PART not in self.values:
-            why = "only 1 (the whole head) is implemented"
-            self.check(self.number(PART, 1.0) == 1.0, PART, why)
-            inner.check(inner.number(PART, 1.0, null=False) == 1.0, PART, why)
+            for keys in (self, inner):
+                part = keys.number(PART, 1.0, null=keys is self)
+                keys.check(part == 1.0, PART, "only 1 is implemented")
             return None
-        if self.values.get("rotary_dim"):  # of MiniMax-M2
-            self.raw = {PART: self["rotary_dim"] / head_dim} | self.raw
-        part = self.number(PART, self[PART], null=False)
+        part = self[PART]
+        if PART not in self.raw and self.values.get("rotary_dim"):  # of MiniMax-M2
+            part = self["rotary_dim"] / head_dim
         turned = int(head_dim * inner.number(PART, part, null=False))
         if "kv_lora_rank" in self.values:
             fits = PART not in inner.raw or turned == self["qk_rope_head_dim"]
-            self.check(fits, "rope_parameters", f"{PART} must be that of qk_rope_head_dim")
+            inner.check(fits, PART, "must be that of qk_rope_head_dim")
             return None
-        fits = 2 <= turned <= head_dim
-        self.check(fits, PART, f"would rotate {turned} of a head's {head_dim} elements")
+        why = f"would rotate {turned} of a head's {head_dim} elements"
+        self.check(2 <= turned <= head_dim, PART, why)
         return None if turned == head_dim else turned
 
-    def latent(
-        self, head_dim: int, scaling: RopeScaling | Yarn | None, mscale: float | None
-    ) -> Row:
+    def latent(self, scaling: RopeScaling | Yarn | None, inner: Keys) -> Row:
         """Attention through narrow layers, and its scale, which YaRN raises."""
-        why = "only false is implemented for this family"
-        self.check(not self["attention_bias"], "attention_bias", why)
         heads = self["num_attention_heads"]
         fits = self["num_key_value_heads"] in (None, heads)
         self.check(fits, "num_key_value_heads", f"must be num_attention_heads = {heads}")
-        scale = head_dim**-0.5
-        if isinstance(scaling, Yarn) and mscale:
-            scale *= yarn_mscale(scaling.factor, mscale) ** 2
+        latent, scale = Latent(**self.fields_of(LATENT)), self["head_dim"] ** -0.5
+        if isinstance(scaling, Yarn):
+            scale *= yarn_mscale(scaling.factor, inner.raw.get("mscale_all_dim") or 0.0) ** 2
         pairs = "neighbours" if self["rope_interleave"] else "halves"
-        latent = Latent(**self.ours(LATENT, NONE))
         return dict(latent=latent, attention_scale=scale, rope_pairs=pairs)
 
     def recurrent(self, fields: Row) -> Recurrent:
         """The recurrent layers; the groups of Mamba2 are also those of its norm."""
-        fields = fields | self.ours(RECURRENT, self.family.recurrent or NONE)
+        fields = fields | self.fields_of(RECURRENT) | (self.family.recurrent or NONE)
         if not fields["delta"]:
             fields["norm_groups"] = fields["groups"]
         if "time_step_limit" in self.values:
@@ -379,24 +352,27 @@ class Reader(Keys):
 
     def experts(self) -> Experts:
         """The experts of a layer, which may be chosen from the best groups."""
-        fields = dict(size=self["intermediate_size"]) | self.ours(EXPERTS, self.family.experts)
-        fields.setdefault("shared_size", (fields.pop("shared_number", 0) or 0) * fields["size"])
+        fields = self.fields_of(EXPERTS) | self.family.experts
+        fields.setdefault("size", self["intermediate_size"])
+        shared = self.values.get("n_shared_experts", self.values.get("num_shared_experts")) or 0
+        shared_size = self.values.get("shared_intermediate_size", shared * fields["size"])
+        fields.setdefault("shared_size", shared_size)
         fields["correction"] = fields.get("scores") == "sigmoid"
-        if not fields.pop("balanced"):
+        if not self["output_router_logits"]:
             fields["aux_loss"] = 0.0  # as in transformers
-        e = Experts(**fields)
+        experts = Experts(**fields)
+        number, groups, per_token = experts.number, experts.groups, experts.per_token
         key = next(self.spelling(key) for key in self.values if EXPERTS.get(key) == "number")
-        self.check(e.per_token <= e.number, "num_experts_per_tok", f"is above {key} {e.number}")
-        fits = e.correction or not e.correction_rate
-        self.check(fits, "router_bias_update_rate", "this family's router has no such bias")
-        if e.number % e.groups or (e.groups > 1 and e.number == e.groups):
-            divisors = [str(g) for g in range(1, e.number // 2 + 1) if e.number % g == 0]
-            why = f"{e.number} experts do not divide into groups of two or more"
-            raise self.error("n_group", f"{why}; {', '.join(divisors or ['1'])} would do")
-        self.check(e.groups_per_token <= e.groups, "topk_group", f"is above n_group {e.groups}")
-        fits = e.per_token <= e.number // e.groups * e.groups_per_token
-        self.check(fits, "topk_group", "its groups have fewer experts than a token needs")
-        return e
+        self.check(per_token <= number, "num_experts_per_tok", f"is above {key} {number}")
+        allowed = experts.correction or not experts.correction_rate
+        self.check(allowed, "router_bias_update_rate", "this family's router has no such bias")
+        divides = groups == 1 or (number % groups == 0 and groups < number)
+        self.check(divides, "n_group", f"must divide {number} experts into groups of two or more")
+        best = experts.groups_per_token
+        fits = best <= groups and per_token <= number // groups * best
+        why = f"must be at most n_group {groups}, and its groups need {per_token} experts"
+        self.check(fits, "topk_group", why)
+        return experts
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -409,6 +385,23 @@ def by_key(**keys_of_field: str) -> dict[str, str]:
     return {key: field for field, keys in keys_of_field.items() for key in keys.split()}
 
 
+def open_reader(raw: Row, where: str) -> Reader:
+    """The reader of a config.json; of its text_config in a model of text and images, if it is known.
+
+    As in transformers, the whole file says whether embeddings are tied, if it says so.
+    """
+    if "arch_name" in raw and "model_type" not in raw:
+        return Reader(from_first_dialect(raw, where), where)
+    text, tied = raw.get("text_config"), "tie_word_embeddings"
+    if not isinstance(text, dict) or str(text.get("model_type")) not in FAMILIES:
+        return Reader(raw, where)
+    if str(raw.get("model_type")) in FAMILIES:
+        return Reader(raw, where)  # which refuses text_config
+    beside = Keys({key: value for key, value in raw.items() if key not in text}, where)
+    beside.used |= {"model_type", "text_config", tied}
+    return Reader(text | {key: raw[key] for key in (tied,) if key in raw}, where, beside.unknown())
+
+
 def from_first_dialect(raw: Row, where: str) -> Row:
     """The config of the first llm-train-bench (`arch_name`, `d_embd`, ...) as Hugging Face has it.
 
@@ -419,8 +412,9 @@ def from_first_dialect(raw: Row, where: str) -> Row:
     name, width = keys.choice("arch_name", ("gpt", "llama", "mistral")), keys.integer("d_hid", None)
     fields = {ours: keys.integer(theirs) for theirs, ours in FIRST_DIALECT.items()}
     if name == "gpt":
-        fields |= dict(model_type="gpt2", embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
-        fields |= {} if width is None else dict(n_inner=width)
+        fields |= dict(
+            model_type="gpt2", n_inner=width, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0
+        )
     else:
         multiple = keys.integer("ffn_factor", 256)
         computed = int(int(4 * fields["hidden_size"] * 2 / 3) * keys.number("ffn_mult", 1.0))
@@ -443,12 +437,12 @@ RULES |= dict.fromkeys(("multiplier", PART), partial(Keys.number, null=False))
 RULES |= dict.fromkeys("num_key_value_heads head_dim q_lora_rank".split(),
                        partial(Keys.integer, null=True))
 RULES |= dict(
-    sliding_window=Reader.window_size,
-    pad_token_id=partial(Keys.integer, null=True, minimum=-(2**31)), layer_types=Reader.special_layers,
+    sliding_window=Reader.window, layer_types=Reader.layers_of_types, pad_token_id=Reader.padding_row,
     n_shared_experts=partial(Keys.integer, null=True, minimum=0),
     first_k_dense_replace=lambda *read: range(Keys.integer(*read, minimum=0)),
-    max_window_layers=lambda *read: ALL_LAYERS[Keys.integer(*read, minimum=0):],
+    max_window_layers=lambda *read: range(Keys.integer(*read, minimum=0), len(ALL_LAYERS)),
     router_aux_loss_coef=partial(Keys.fraction, below=1e6, to="on"),
+    query_pre_attn_scalar=lambda *read: Keys.number(*read) ** -0.5,
     logits_scaling=lambda *read: 1 / Keys.number(*read, null=False))
 # Names that transformers takes for a key, the strongest first.
 MAMBA_SPELLINGS = dict(
@@ -462,16 +456,16 @@ SPELLINGS = MAMBA_SPELLINGS | dict(
 # The fields of ModelConfig, Latent, Recurrent and Experts, with the keys that give them.
 MODEL = by_key(
     **{name: name for name in """vocab_size tie_word_embeddings num_key_value_heads head_dim mlp_bias
-       qkv_bias attention_out_bias initializer_range pad_token_id mlp_alone mixer_alone""".split()},
+       qkv_bias attention_out_bias initializer_range pad_token_id""".split()},
     hidden_size="hidden_size n_embd", num_hidden_layers="num_hidden_layers n_layer",
     num_attention_heads="num_attention_heads n_head", intermediate_size="intermediate_size n_inner",
     max_position_embeddings="max_position_embeddings n_positions", qk_norm="use_qk_norm",
     activation="hidden_act hidden_activation mlp_hidden_act activation_function",
     norm_eps="rms_norm_eps layer_norm_epsilon", embedding_dropout="embd_pdrop",
     residual_dropout="resid_pdrop residual_dropout", attention_dropout="attn_pdrop attention_dropout",
-    residual_scale="residual_multiplier", attention_scale="attention_multiplier",
+    residual_scale="residual_multiplier", attention_scale="attention_multiplier query_pre_attn_scalar",
     embedding_scale="embedding_multiplier", logit_scale="logits_scaling",
-    dense_layers="first_k_dense_replace mlp_only_layers mlp_layer_types dense_layers",
+    dense_layers="first_k_dense_replace mlp_only_layers mlp_layer_types",
     no_rope_layers="no_rope_layers position_embedding_type")
 LATENT = by_key(q_rank="q_lora_rank", kv_rank="kv_lora_rank", nope_dim="qk_nope_head_dim",
                 rope_dim="qk_rope_head_dim", value_dim="v_head_dim")
@@ -486,7 +480,6 @@ EXPERTS = by_key(
     number="num_experts num_local_experts n_routed_experts", per_token="num_experts_per_tok",
     size="moe_intermediate_size", scores="scoring_func", normalised="norm_topk_prob", groups="n_group",
     shared_size="shared_expert_intermediate_size moe_shared_expert_intermediate_size",
-    shared_number="n_shared_experts num_shared_experts", balanced="output_router_logits",
     scale="routed_scaling_factor router_scaling_factor", groups_per_token="topk_group",
     correction_rate="router_bias_update_rate", aux_loss="router_aux_loss_coef", limit="swiglu_limit",
     gain="swiglu_alpha", latent="moe_latent_size")
@@ -498,8 +491,9 @@ FIRST_DIALECT = dict(
     n_heads="num_attention_heads", max_seq_len="max_position_embeddings")
 
 # Rows and fields that several families have.
-PLAIN: Row = dict(gated_mlp=True, rms_norm=True, learned_positions=False, qk_norm=False,
-                     mlp_bias=False, embedding_dropout=0.0, residual_dropout=0.0)
+PLAIN: Row = dict(
+    gated_mlp=True, rms_norm=True, learned_positions=False, qk_norm=False, pre_norm=True, post_norm=False,
+    mlp_bias=False, embedding_dropout=0.0, residual_dropout=0.0)
 SHAPE: Row = dict(
     hidden_size=..., num_attention_heads=..., num_hidden_layers=..., head_dim=None, vocab_size=...,
     max_position_embeddings=2048, num_key_value_heads=None, intermediate_size=...,
@@ -509,7 +503,7 @@ BIAS: Row = dict(attention_bias=False)
 BIASED: Row = BIAS | LLAMA
 BIASES: Row = BIASED | dict(mlp_bias=False)
 SIZES: Row = dict(max_position_embeddings=131072, num_key_value_heads=8)
-SWITCHED: Row = dict(max_position_embeddings=32768, sliding_window=4096, use_sliding_window=False)
+SWITCHED: Row = dict(max_position_embeddings=32768, use_sliding_window=False, sliding_window=4096)
 SPARSE: Row = dict(decoder_sparse_step=1, mlp_only_layers=Reader.dense_between)
 ROUTER: Row = dict(num_experts_per_tok=8, router_aux_loss_coef=0.001, router_bias_update_rate=0.0,
                    output_router_logits=False)
@@ -528,9 +522,9 @@ GROUPED: Row = ROUTER | dict(
 DEEPSEEK: Row = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
                      q_lora_rank=1536) | BIASED | GROUPED | dict(
     head_dim=lambda reader, key: reader["qk_nope_head_dim"] + reader["qk_rope_head_dim"],
-    max_position_embeddings=4096, topk_method=["noaux_tc"], moe_layer_freq=[1], rope_interleave=True,
-    first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5, n_routed_experts=256)
-DEEPSEEK_UNREAD = "qk_head_dim head_dim"
+    attention_bias=[False], max_position_embeddings=4096, topk_method=["noaux_tc"], moe_layer_freq=[1],
+    rope_interleave=True, first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5,
+    n_routed_experts=256)
 YARN: Row = dict(rope_type="yarn", llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
 YARN_KEYS = "llama_4_scaling_beta max_position_embeddings"
 QWEN_HYBRID: Row = BIASED | dict(
@@ -539,10 +533,13 @@ QWEN_HYBRID: Row = BIASED | dict(
     linear_num_key_heads=16, linear_key_head_dim=128, linear_num_value_heads=32,
     linear_value_head_dim=128, linear_conv_kernel_dim=4)
 QWEN_FIXED: Row = dict(qk_norm=True, output_gate=True, norm_offset=True)
-QWEN_UNREAD = "mamba_ssm_dtype mtp_use_dedicated_embeddings"
 MROPE = "mrope_section mrope_interleaved"  # for text all sections of positions are alike
 DELTA_NET: Row = dict(delta=True, chunk=64)
-NEMOTRON_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+# A layer's mixer and MLP, by its letter or name.
+NEMOTRON_LAYERS = {
+    **dict.fromkeys(("M", "mamba", "linear_attention"), ("recurrent", None)), "E": (None, "experts"),
+    **dict.fromkeys(("*", "attention", "full_attention"), ("attention", None)), "-": (None, "dense"),
+    "moe": (None, "experts"), "mlp": (None, "dense")}
 # Keys that concern its first values, kernels and generation, or that its code does not read.
 NEMOTRON_UNREAD = " ".join(MAMBA_SPELLINGS) + """
     rope_theta partial_rotary_factor rope_scaling rope_parameters attention_bias sliding_window
@@ -557,7 +554,8 @@ FAMILIES: dict[str, Family] = {
              vocab_size=50257, n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5,
              tie_word_embeddings=True, initializer_range=0.02),
         dict(gated_mlp=False, rms_norm=False, learned_positions=True, rope_theta=0.0, rope_scaling=None,
-             pad_token_id=None, qkv_bias=True, attention_out_bias=True, mlp_bias=True)),
+             no_rope_layers=ALL_LAYERS, pad_token_id=None, qkv_bias=True, attention_out_bias=True,
+             mlp_bias=True)),
     "llama": Family(BIASES),
     "mistral": Family(LLAMA | SIZES | dict(sliding_window=4096)),
     "qwen2": Family(QWEN, dict(qkv_bias=True)),
@@ -569,12 +567,12 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(BIASES | dict(
         max_position_embeddings=32768, num_key_value_heads=4, rope_theta=2e6, pad_token_id=128004,
         tie_word_embeddings=True, no_rope_layer_interval=4, no_rope_layers=Reader.no_rope_layers,
-        sliding_window=None, use_sliding_window=False, layer_types="no_rope_layers")),
+        use_sliding_window=False, sliding_window=None, layer_types="no_rope_layers")),
     "granite": Family(GRANITE),
     "mixtral": Family(
         LLAMA | SIZES | ROUTER | dict(
-            rope_theta=1e6, rms_norm_eps=1e-5, sliding_window=None, router_jitter_noise=[0],
-            num_local_experts=8, num_experts_per_tok=2),
+            rope_theta=1e6, rms_norm_eps=1e-5, sliding_window=None, num_local_experts=8,
+            num_experts_per_tok=2),
         experts=dict(normalised=True)),
     "olmoe": Family(OLMO | ROUTER | dict(
         max_position_embeddings=4096, clip_qkv=[None], norm_topk_prob=False, num_experts=64,
@@ -595,9 +593,8 @@ FAMILIES: dict[str, Family] = {
             layer_types=2, hidden_act=["silu"], swiglu_limit=7.0, swiglu_alpha=1.702,
             num_local_experts=128, num_experts_per_tok=4),
         dict(sinks=True), experts=dict(biases=True, scores="softmax_chosen"),
-        rope=dict(rope_type="yarn", factor=32.0, truncate=False, **{TRAINED: 4096}),
-        unread="initial_context_length"),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(DEEPSEEK, unread=DEEPSEEK_UNREAD, mtp=1)),
+        rope=dict(rope_type="yarn", factor=32.0, truncate=False, **{TRAINED: 4096})),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(DEEPSEEK, unread="head_dim", mtp=1)),
     "glm4_moe": Family(
         BIASED | SIZES | GROUPED | dict(
             rms_norm_eps=1e-5, partial_rotary_factor=0.5, use_qk_norm=False, first_k_dense_replace=1,
@@ -620,15 +617,14 @@ FAMILIES: dict[str, Family] = {
             routed_scaling_factor=1.0, n_routed_experts=128, scoring_func=["softmax"],
             num_experts_per_tok=4),
         rope=YARN | dict(rope_theta=1e4, factor=128.0, **{TRAINED: 8192}), rope_keys=YARN_KEYS,
-        unread=DEEPSEEK_UNREAD),
+        unread="head_dim"),
     "minimax_m2": Family(
         LLAMA | ROUTER | dict(
             max_position_embeddings=196608, num_key_value_heads=8, head_dim=128, rope_theta=5e6,
-            rotary_dim=None, partial_rotary_factor=1.0, intermediate_size=1536, router_jitter_noise=[0],
+            rotary_dim=None, partial_rotary_factor=1.0, intermediate_size=1536,
             use_qk_norm=[True], qk_norm_type=["per_layer"], scoring_func=["sigmoid"],
             shared_intermediate_size=[0], use_routing_bias=[True], num_local_experts=256),
-        dict(whole_qk_norm=True), experts=dict(normalised=True), unread="use_mtp mtp_transformer_layers",
-        mtp=0),
+        dict(whole_qk_norm=True), experts=dict(normalised=True), mtp=0),
     "hy_v3": Family(
         BIASES | SIZES | ROUTER | dict(
             head_dim=128, rope_theta=11158840.0, rms_norm_eps=1e-5, initializer_range=0.006,
@@ -637,8 +633,7 @@ FAMILIES: dict[str, Family] = {
             moe_router_use_sigmoid=[True], moe_router_enable_expert_bias=[True],
             expert_hidden_dim=lambda reader, key: reader.only(key, reader["moe_intermediate_size"]),
             router_scaling_factor=2.826, num_experts=192, router_aux_loss_coef=0.0),
-        dict(qk_norm=True), experts=dict(scores="sigmoid", normalised=True),
-        unread="enable_moe_fp32_combine", mtp=0),
+        dict(qk_norm=True), experts=dict(scores="sigmoid", normalised=True), mtp=0),
     "gemma": Family(
         BIAS | LLAMA | dict(
             vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28,
@@ -654,7 +649,6 @@ FAMILIES: dict[str, Family] = {
             rms_norm_eps=1e-6, rope_theta=1e6, rope_local_base_freq=1e4, query_pre_attn_scalar=256.0,
             sliding_window=4096, sliding_window_pattern=6, layer_types="sliding_window_pattern"),
         dict(qk_norm=True, post_norm=True, norm_offset=True,
-             attention_scale=lambda reader: reader["query_pre_attn_scalar"] ** -0.5,
              embedding_scale=lambda reader: reader["hidden_size"] ** 0.5),
         rope=dict(sliding_attention=1e4)),
     "seed_oss": Family(BIASES | dict(
@@ -664,26 +658,25 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         QWEN_HYBRID | SPARSE | QWEN_EXPERTS | dict(
             intermediate_size=5632, norm_topk_prob=True, num_experts_per_tok=10),
-        QWEN_FIXED, experts=dict(shared_gate=True), recurrent=DELTA_NET, unread=QWEN_UNREAD, mtp=1),
+        QWEN_FIXED, experts=dict(shared_gate=True), recurrent=DELTA_NET, mtp=1),
     "qwen3_5_text": Family(
         QWEN_HYBRID | dict(num_key_value_heads=4), QWEN_FIXED, recurrent=DELTA_NET, rope_keys=MROPE,
-        unread=QWEN_UNREAD + " mlp_only_layers", mtp=0),
+        unread="mlp_only_layers", mtp=0),
     "qwen3_5_moe_text": Family(
         QWEN_HYBRID | QWEN_EXPERTS | dict(intermediate_size=1, num_experts=256),  # no layer has that MLP
         QWEN_FIXED, experts=dict(normalised=True, shared_gate=True), recurrent=DELTA_NET, rope_keys=MROPE,
-        unread=QWEN_UNREAD + " mlp_only_layers", mtp=0),
+        unread="mlp_only_layers", mtp=0),
     "nemotron_h": Family(
         SHAPE | GROUPED | dict(
             max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, intermediate_size=21504,
-            mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, pad_token_id=0, time_step_min=0.001,
+            mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, time_step_min=0.001,
+             pad_token_id=lambda reader, key: None,  # no row of its embedding stays 0
             n_groups=8, ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=64, conv_kernel=4,
             chunk_size=128, mamba_hidden_act="silu", use_conv_bias=True,
             mamba_proj_bias=[False], use_bias=False,  # of both, the second counts
             mlp_bias=False, tie_word_embeddings=[False], moe_intermediate_size=7688, n_routed_experts=8,
             num_experts_per_tok=2, moe_shared_expert_intermediate_size=7688, moe_latent_size=None),
-        # Its embedding knows no padding row, and its attention no rotary positions.
-        dict(pad_token_id=None, gated_mlp=False, rope_theta=1e4, rope_scaling=None,
-             no_rope_layers=ALL_LAYERS),
+        dict(gated_mlp=False, rope_theta=1e4, rope_scaling=None, no_rope_layers=ALL_LAYERS),
         experts=dict(gated=False), recurrent=dict(delta=False), unread=NEMOTRON_UNREAD,
         prepare=Reader.prepare_nemotron, mtp=0),
     "granitemoehybrid": Family(
@@ -695,8 +688,7 @@ FAMILIES: dict[str, Family] = {
             mamba_conv_bias=True, mamba_proj_bias=False),
         dict(mlp_bias=False, intermediate_size=lambda reader:
                  reader["intermediate_size" if reader.has_experts else "shared_intermediate_size"]),
-        experts=dict(scores="softmax_chosen",
-                     shared_size=lambda reader: reader["shared_intermediate_size"]),
+        experts=dict(scores="softmax_chosen"),
         recurrent=dict(delta=False), prepare=Reader.prepare_granite),
 }
 # fmt: on

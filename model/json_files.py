@@ -22,7 +22,7 @@ def plain_file(path: str | Path) -> Path:
         own = CONFIGS.parent / path
         path = own if own.exists() else path
     if not stat.S_ISREG(path.stat().st_mode):
-        kind = "is a directory" if is_directory(path) else "is no plain file"
+        kind = "is a directory" if path.is_dir() else "is no plain file"
         raise OSError(errno.EINVAL, kind, str(path))
     return path
 
@@ -60,11 +60,3 @@ def _depth(value: Any) -> int:
     """Levels of a JSON value; 1 for a number or a text."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max(map(_depth, inner), default=0)
-
-
-def is_directory(path: str | Path) -> bool:
-    """Whether a directory is there; also for names too long for any file."""
-    try:
-        return stat.S_ISDIR(Path(path).stat().st_mode)
-    except (OSError, ValueError):
-        return False

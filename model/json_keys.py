@@ -21,8 +21,7 @@ class Keys:
     def error(self, key: str, reason: str) -> ConfigError:
         """A ConfigError that says file, key, value and reason."""
         value = f" {json.dumps(self.raw[key])}" if key in self.raw else ""
-        if len(value) > 60:
-            value = ""
+        value = value if len(value) <= 60 else ""
         return ConfigError(f"{self.where}: {self.prefix}{key}{value}: {reason}")
 
     def get(self, key: str, default: Any = ...) -> Any:
@@ -38,6 +37,13 @@ class Keys:
         """Raise an error about a key unless the condition holds."""
         if not holds:
             raise self.error(key, reason)
+
+    def object(self, key: str, default: dict[str, Any] | None = None) -> "Keys":
+        """The keys of an object, or of the default where it is absent, null or empty."""
+        value = self.get(key, None) or default or {}
+        why = f"must be an object or null, found {kind_of(value)}"
+        self.check(isinstance(value, dict), key, why)
+        return Keys(value, self.where, f"{self.prefix}{key}.")
 
     def choice(self, key: str, allowed: Iterable[str], default: Any = ...) -> str:
         """One of the allowed texts; any other is an error, as in the methods below."""
@@ -71,8 +77,8 @@ class Keys:
     def fraction(self, key: str, default: float, below: float = 1, to: str = "to below 1") -> float:
         """A number from 0 to below 1, such as a dropout rate."""
         value = self.get(key, default)
-        fits = type(value) in (int, float) and 0 <= value < below
-        self.check(fits, key, f"must be a number from 0 {to}")
+        is_number = type(value) in (int, float)
+        self.check(is_number and 0 <= value < below, key, f"must be a number from 0 {to}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -98,21 +104,17 @@ class Keys:
 
     def refuse_unsupported(self) -> None:
         """Raise for a key that would change the computation and is not at its neutral value."""
-        if not self.boolean("is_causal", True):
-            raise self.error("is_causal", "only causal attention is implemented")
-        for key in self.leftover():
-            if key not in config_keys.UNSUPPORTED:
-                continue
-            value, neutral = self.raw[key], [1] if key in config_keys.FACTORS else []
-            if value not in (None, False, 0, "", [], {}, *neutral):
-                raise self.error(key, "changes the computation and is not implemented")
-            self.used.add(key)
+        self.only("is_causal", True)
+        for key in [key for key in self.leftover() if key in config_keys.UNSUPPORTED]:
+            neutral = [1] if key in config_keys.FACTORS else []
+            is_neutral = self.get(key) in (None, False, 0, "", [], {}, *neutral)
+            self.check(is_neutral, key, "changes the computation and is not implemented")
 
     def unknown(self) -> tuple[str, ...]:
         """Keys that have no effect, and are not known as irrelevant."""
-        left = {key: self.raw[key] for key in self.leftover() if key not in config_keys.IGNORED}
-        left = {k: v for k, v in left.items() if v or k not in config_keys.WITHOUT_EFFECT}
-        return tuple(key for key in left if not key.startswith(("_", "summary_")))
+        left = [key for key in self.leftover() if not key.startswith(("_", "summary_"))]
+        left = [key for key in left if self.raw[key] or key not in config_keys.WITHOUT_EFFECT]
+        return tuple(key for key in left if key not in config_keys.IGNORED)
 
 
 def kind_of(value: Any) -> str:

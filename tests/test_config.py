@@ -163,9 +163,10 @@ SIZES = dict(
     intermediate_size=80, n_layer=2, n_head=4)  # fmt: skip
 # Keys of rows that are read by a rule and are no field themselves.
 BY_RULE = """attention_bias decoder_sparse_step expert_hidden_dim full_attention_interval layer_types
-    mamba_expand max_window_layers no_rope_layer_interval partial_rotary_factor query_pre_attn_scalar
-    rope_interleave rope_local_base_freq rope_theta rotary_dim shared_intermediate_size sliding_window
-    sliding_window_pattern time_step_limit use_sliding_window""".split()
+    mamba_expand max_window_layers n_shared_experts no_rope_layer_interval num_shared_experts
+    output_router_logits partial_rotary_factor rope_interleave rope_local_base_freq rope_theta
+    rotary_dim shared_intermediate_size sliding_window sliding_window_pattern time_step_limit
+    use_sliding_window""".split()
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
