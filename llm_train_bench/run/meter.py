@@ -1,7 +1,6 @@
 """A meter for training loops of others: the step log, window and result of our own loop around theirs."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -155,7 +154,7 @@ class Meter(RunRecord):
             not run_name.strip(".") or re.search(r"[/\\]", run_name) or not run_name.isprintable()
         ):
             raise UsageError(f"Meter: run_name={run_name!r}: must be the name of one directory")
-        self.config, self.seq_len = _read_config(config, name), seq_len
+        self.config, self.seq_len = _read_config(config), seq_len
         self.warmup_steps, self.window_end = warmup_steps, warmup_steps + n_steps
         self.tokens_per_step, self.flops, self.observes = tokens_per_step, flops_per_token, observe
         # Tokens of a sample that were seen, where none are given.
@@ -173,6 +172,7 @@ class Meter(RunRecord):
         args |= settings or {}
         if self.config:
             model = provenance.describe_model(self.config)
+            model.name = name or model.name
         else:
             name = name or Path(sys.argv[0]).stem or "model"
             model = ModelInfo(name=name, hash=provenance.digest_of(f"{name} {flops_per_token}"))
@@ -414,20 +414,18 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
     return torch.device(name)
 
 
-def _read_config(config: Any, name: str | None) -> ModelConfig | None:
+def _read_config(config: Any) -> ModelConfig | None:
     """The model of a config.json, of its content, or of a config of transformers."""
     if config is None:
         return None
     content = config.to_dict() if hasattr(config, "to_dict") else config
+    if isinstance(content, str | os.PathLike):
+        return load_config(os.fspath(content))
     if isinstance(content, Mapping):
-        called = name or getattr(config, "name_or_path", "") or content.get("model_type", "model")
-        read = parse_config(dict(content), str(called))
-    elif isinstance(content, str | os.PathLike):
-        read = load_config(os.fspath(content))
-    else:
-        what = "a path, the content of a config.json, or a config of transformers"
-        raise UsageError(f"Meter: config={config!r:.80}: must be {what}")
-    return dataclasses.replace(read, name=name) if name else read
+        name = getattr(config, "name_or_path", "") or content.get("model_type", "model")
+        return parse_config(dict(content), str(name))
+    what = "a path, the content of a config.json, or a config of transformers"
+    raise UsageError(f"Meter: config={config!r:.80}: must be {what}")
 
 
 def _ranks() -> Ranks:
