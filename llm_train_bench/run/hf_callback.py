@@ -56,10 +56,6 @@ class HFMeterCallback(TrainerCallback):
     def __init__(self, warmup_steps: int = 10, n_steps: int = 50, **options: Any):
         self.options: dict[str, Any] = {"warmup_steps": warmup_steps, "n_steps": n_steps} | options
         self.meter: Meter | None = None
-        # Of the step's micro batches: their tokens, their losses, and what the losses are divided by.
-        self.tokens = 0
-        self.losses: list[Tensor] = []
-        self.weight: float | Tensor = 0.0
 
     def on_train_begin(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
         self._end(RuntimeError("another training began"))
@@ -80,6 +76,9 @@ class HFMeterCallback(TrainerCallback):
             shapes = [(n, list(p.shape), p.requires_grad) for n, p in model.named_parameters()]
             meter.result.model.n_parameters = sum(p.numel() for p in model.parameters())
             meter.result.model.hash = digest_of(json.dumps(shapes))
+        self.labels_of_all_ranks = args.average_tokens_across_devices
+        self.losses: list[Tensor] = []
+        self.tokens, self.whole_batch = 0, False
         self.running = contextlib.ExitStack()
         self.group: Any = None
         if meter.ranks.world > 1:  # NCCL would wait for the GPU
@@ -103,18 +102,13 @@ class HFMeterCallback(TrainerCallback):
         loss = getattr(output, "loss", None)
         if loss is not None:
             self.losses.append(loss.detach())
-            labels_in_step = kwargs.get(
-                "num_items_in_batch"
-            )  # of all ranks; the loss is divided by it
-            weight = (
-                1 if labels_in_step is None else (kwargs["labels"] != -100).sum() / labels_in_step
-            )
-            self.weight = self.weight + weight
+        # The Trainer then divides by the labels of all micro batches: their losses add up.
+        self.whole_batch = kwargs.get("num_items_in_batch") is not None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         if self.meter is None:
             return
-        self.tokens, self.weight = 0, 0.0
+        self.tokens = 0
         self.losses.clear()
         self.step = self.meter.step()
         self.told = self.step.__enter__()
@@ -124,18 +118,25 @@ class HFMeterCallback(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if self.meter is None:
             return
+        ranks_per_loss: float = self.meter.ranks.world
         if self.meter.tokens_per_step is None and self.meter.n < self.meter.window_end:
             tokens = torch.tensor(self.tokens)
             if self.group is not None:  # ranks may have samples of different lengths
                 dist.all_reduce(tokens, group=self.group)
-            self.told.tokens = int(tokens)
             if not tokens:
                 why = "the model was given no input_ids; pass tokens_per_step"
                 say(f"HFMeterCallback: {why}")
                 self._end(UsageError(why))
                 return
+            self.told.tokens = int(tokens)
+            ranks_per_loss = int(tokens) / max(1, self.tokens)
         if self.losses:
-            self.told.loss = sum(self.losses[1:], self.losses[0]) / self.weight
+            total = sum(self.losses[1:], self.losses[0])
+            if not self.whole_batch:
+                total /= len(self.losses)
+            elif self.labels_of_all_ranks:
+                total *= ranks_per_loss
+            self.told.loss = total
         self.step.__exit__(None, None, None)
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
