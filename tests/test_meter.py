@@ -148,8 +148,7 @@ def test_a_loop_of_any_length(measured, tmp_path, steps, measured_steps, note):
     assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == measured_steps
     assert len(read_steps(tmp_path)) == min(steps, 5)
     assert note is None or noted(r, note)
-    invalid = [remark["text"] for remark in r["remarks"] if remark["kind"] == "invalid"]
-    assert invalid == ([note] if steps < 5 else [])
+    assert records_of(tmp_path)[0].invalid == ([note] if steps < 5 else [])
     assert (r["observed"] is not None) == (steps > 5)
     if steps > 5:  # no attention ran, and the look-up has four tokens a sample
         assert r["observed"]["attention"] == {"forward": [], "backward": []}
@@ -216,8 +215,6 @@ def test_bad_use_is_one_line(tmp_path, monkeypatch):
                 refused("the meter is inside a part", one.part("backward"))
                 with pytest.raises(UsageError, match="the meter is inside a part"):
                     one.paused("save")
-            with pytest.raises(UsageError, match="between two steps; the meter is inside a step"):
-                one.paused("save")
             step.loss = 1.0
     refused("the meter is at its end", one.step())
     refused("cannot be used twice", one)
@@ -254,13 +251,13 @@ def test_configs_of_transformers_are_read_as_their_files(family, tmp_path):
     assert read.flops_per_token == ours.flops_per_token and ours.flops_per_token
 
 
-def trainer_of(out, model, warmup, measured, n=6, **options):
+def trainer_of(out, model, warmup, measured, n=6, length=16, **options):
     """A Trainer of `n` steps whose measured run is in `out`, and its callback."""
     from transformers import Trainer, TrainingArguments
 
     from llm_train_bench import HFMeterCallback
 
-    ids = torch.randint(model.config.vocab_size, (40, 16))
+    ids = torch.randint(model.config.vocab_size, (40, length))
     samples = [{"input_ids": x, "labels": x} for x in ids]
     args = TrainingArguments(
         f"{out}-trainer", max_steps=n, per_device_train_batch_size=2, report_to=[],
@@ -518,10 +515,7 @@ def two_measured_trainings(rank, directory, port):
     os.chdir(directory)
     PartialState._reset_state()  # this process was forked from one without ranks
     torch.manual_seed(0)
-    trainer, _ = trainer_of("runs", transformer(), 1, 2, 3, logging_steps=1)
-    length = 8 if rank else 16
-    cut = [{name: ids[:length] for name, ids in x.items()} for x in trainer.train_dataset]
-    trainer.train_dataset = cut
+    trainer, _ = trainer_of("runs", transformer(), 1, 2, 3, 8 if rank else 16, logging_steps=1)
     trainer.train()
     if rank == 0:
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -558,9 +552,7 @@ def test_a_compiled_model_is_not_compiled_again_for_the_callback(tmp_path):
     trainer_of(tmp_path / "runs", transformer(), 1, 3, 5, adam_beta2=0.5, **options)[0].train()
     r = only_result(tmp_path / "runs")
     told = {"adam_beta2": 0.5, "lr_warmup_steps": 2, "warmup_steps": 1, "dataloader_num_workers": 0}
-    assert (
-        told.items() <= r["args"].items() and not {"disable_tqdm", "output_dir"} & r["args"].keys()
-    )
+    assert told.items() <= r["args"].items() and "disable_tqdm" not in r["args"]
     assert r["args"]["pt_compile"] and r["metrics"]["n_recompilations"] == 0
     assert not r["metrics"]["window_compile_s"] and r["metrics"]["n_measured_steps"] == 3
     assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
