@@ -136,9 +136,9 @@ def test_a_failure_leaves_what_was_measured(at, n, tmp_path, measured):
 
 
 @pytest.mark.parametrize("steps, measured_steps, note", [
-    (1, 0, "the loop ended in step 1 of the warm-up: nothing was measured"),
+    (1, 0, "the loop ended after 0 of 3 measured steps"),
     (4, 2, "the loop ended after 2 of 3 measured steps"),
-    (5, 3, "mfu and TFLOP/s are null: no seq_len was given, and none was seen"),
+    (5, 3, "mfu and TFLOP/s are null: no seq_len was given; lengths seen: none"),
     (9, 3, None),
 ])  # fmt: skip
 def test_a_loop_of_any_length(measured, tmp_path, steps, measured_steps, note):
@@ -148,6 +148,7 @@ def test_a_loop_of_any_length(measured, tmp_path, steps, measured_steps, note):
     assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == measured_steps
     assert len(read_steps(tmp_path)) == min(steps, 5)
     assert note is None or noted(r, note)
+    assert records_of(tmp_path)[0].invalid == ([note] if steps < 5 else [])
     assert (r["observed"] is not None) == (steps > 5)
     if steps > 5:  # no attention ran, and the look-up has four tokens a sample
         assert r["observed"]["attention"] == {"forward": [], "backward": []}
@@ -183,7 +184,7 @@ def test_runs_without_settings_are_repeats_if_their_words_are_equal(tmp_path, mo
 
 @pytest.mark.parametrize("options, error", [
     *((json.loads(options), error) for options, error in helpers.answers("meter_arguments.txt")),
-    ({"settings": {"amp": torch.bfloat16}}, "settings: 'amp': torch.bfloat16 must be a str"),
+    ({"settings": {"amp": torch.bfloat16}}, "settings.amp=torch.bfloat16: Input should be a valid"),
     ({"config": nn.Linear(1, 1)}, "must be a path, the content of a config.json, or a config of"),
 ])  # fmt: skip
 def test_bad_arguments_are_one_line(tmp_path, options, error):
@@ -201,29 +202,27 @@ def test_bad_use_is_one_line(tmp_path, monkeypatch):
         return Meter(TINY, output_dir=tmp_path, quiet=True, **SMALL | options)
 
     one, two = meter_of(run_name="once"), meter_of()
-    refused("enter the meter first", one.step())
+    refused("must be called between two steps; the meter is not entered", one.step())
     with one:
         refused("another one is open in this process", two)
-        refused("call it inside a step", one.part("forward"))
+        refused("must be called inside a step", one.part("forward"))
         with pytest.raises(UsageError, match="'checkpoint' is not evaluation or save"):
             one.paused("checkpoint")
         with one.step() as step:
-            refused("not nested", one.step())
+            refused("the meter is inside a step", one.step())
             refused("is not data, forward, backward", one.part("loss"))
             with one.part("forward"):
-                refused("parts are not nested", one.part("backward"))
-                with pytest.raises(UsageError, match="a part has not ended"):
+                refused("the meter is inside a part", one.part("backward"))
+                with pytest.raises(UsageError, match="the meter is inside a part"):
                     one.paused("save")
-            with pytest.raises(UsageError, match="steps are not nested"):
-                one.paused("save")
             step.loss = 1.0
-    refused("the meter has ended", one.step())
+    refused("the meter is at its end", one.step())
     refused("cannot be used twice", one)
     refused("exists already", meter_of(run_name="once"))
     with two, two.step():
         pass
     same_second = meter_of()  # under another name
-    two_losses = pytest.raises(UsageError, match="a step's loss has 2 elements")
+    two_losses = pytest.raises(UsageError, match=r"step\.loss=.* has 2 elements")
     with two_losses, same_second, same_second.step() as step:
         step.loss = torch.zeros(2)
     assert len(list(tmp_path.iterdir())) == 3
@@ -233,7 +232,7 @@ def test_bad_use_is_one_line(tmp_path, monkeypatch):
     assert path.parents[1] == tmp_path
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="a launcher started 2 ranks"):
+    with pytest.raises(UsageError, match="a launcher started several ranks"):
         Meter(TINY, **SMALL)
 
 
@@ -252,13 +251,13 @@ def test_configs_of_transformers_are_read_as_their_files(family, tmp_path):
     assert read.flops_per_token == ours.flops_per_token and ours.flops_per_token
 
 
-def trainer_of(out, model, warmup, measured, n=6, **options):
+def trainer_of(out, model, warmup, measured, n=6, length=16, **options):
     """A Trainer of `n` steps whose measured run is in `out`, and its callback."""
     from transformers import Trainer, TrainingArguments
 
     from llm_train_bench import HFMeterCallback
 
-    ids = torch.randint(model.config.vocab_size, (40, 16))
+    ids = torch.randint(model.config.vocab_size, (40, length))
     samples = [{"input_ids": x, "labels": x} for x in ids]
     args = TrainingArguments(
         f"{out}-trainer", max_steps=n, per_device_train_batch_size=2, report_to=[],
@@ -372,7 +371,7 @@ def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):
     assert invalid == ["a profiler was on in the window"]
 
 
-WHOLE, NUMBER = "must be a whole number from 1", "must be a number"
+WHOLE, NUMBER = "Input should be (a valid integer|greater)", "Input should be a valid number"
 
 
 @pytest.mark.parametrize("name, value, error", [
@@ -457,7 +456,7 @@ def test_several_lengths_are_no_length(measured):
 
     r = measured(7, body(16, 577))
     assert r["batch"]["seq_len"] is r["metrics"]["flops_per_token_palm"] is None
-    assert noted(r, "samples of 16, 577 tokens were seen; give seq_len")
+    assert noted(r, "no seq_len was given; lengths seen: [16, 577]")
 
 
 def test_a_group_with_train_py_is_named_by_what_both_know(tmp_path, output_of, monkeypatch):
@@ -516,7 +515,7 @@ def two_measured_trainings(rank, directory, port):
     os.chdir(directory)
     PartialState._reset_state()  # this process was forked from one without ranks
     torch.manual_seed(0)
-    trainer, _ = trainer_of("runs", transformer(), 1, 2, 3, logging_steps=1)
+    trainer, _ = trainer_of("runs", transformer(), 1, 2, 3, 8 if rank else 16, logging_steps=1)
     trainer.train()
     if rank == 0:
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -543,7 +542,7 @@ def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
     logged = json.loads((tmp_path / "losses").read_text())
     losses = [s["loss"] for s in read_steps(tmp_path / "runs")]
     assert losses == pytest.approx(logged, rel=0.1) and len(losses) == 3
-    assert only_result(tmp_path / "runs")["batch"]["tokens_per_step"] == 2 * 2 * 2 * 16
+    assert only_result(tmp_path / "runs")["batch"]["tokens_per_step"] == 2 * 2 * (8 + 16)
 
 
 def test_a_compiled_model_is_not_compiled_again_for_the_callback(tmp_path):
@@ -553,7 +552,7 @@ def test_a_compiled_model_is_not_compiled_again_for_the_callback(tmp_path):
     trainer_of(tmp_path / "runs", transformer(), 1, 3, 5, adam_beta2=0.5, **options)[0].train()
     r = only_result(tmp_path / "runs")
     told = {"adam_beta2": 0.5, "lr_warmup_steps": 2, "warmup_steps": 1, "dataloader_num_workers": 0}
-    assert told.items() <= r["args"].items() and not {"hub_token", "output_dir"} & r["args"].keys()
+    assert told.items() <= r["args"].items() and "disable_tqdm" not in r["args"]
     assert r["args"]["pt_compile"] and r["metrics"]["n_recompilations"] == 0
     assert not r["metrics"]["window_compile_s"] and r["metrics"]["n_measured_steps"] == 3
     assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]

@@ -10,23 +10,19 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import SECRET
 from llm_train_bench.formulas.parameters import count_parameters
-from llm_train_bench.model.config import ConfigError, ModelConfig, parse_config
+from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.results.console import say
-from llm_train_bench.run.meter import OWN_ARGS, Meter, MeterStep
+from llm_train_bench.run.meter import OWN_ARGS, Meter
 from llm_train_bench.run.provenance import digest_of
 
-# Beginnings of the names of training arguments that may differ between repeats.
-NO_SETTING = tuple(
-    "output_dir run_name project trackio_ report_to hub_ push_to_hub log_ logging_ save_ eval_ do_ "
-    "resume_ max_steps num_train_epochs data_seed local_rank bf16 fp16".split()
-)
-# Those that our own flags have by other names.
+# Training arguments that our own flags have by other names.
 OUR_NAMES = {
     "gradient_accumulation_steps": "grad_acc_steps",
     "learning_rate": "lr",
@@ -36,6 +32,15 @@ OUR_NAMES = {
     "torch_compile": "pt_compile",
     "warmup_steps": "lr_warmup_steps",
 }
+# Others that change what is learnt or how fast.
+SETTINGS = """
+adam_beta1 adam_beta2 adam_epsilon average_tokens_across_devices dataloader_num_workers
+dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_bucket_cap_mb
+ddp_find_unused_parameters ddp_static_graph deepspeed fsdp fsdp_config full_determinism
+gradient_checkpointing_kwargs label_smoothing_factor liger_kernel_config lr_scheduler_kwargs
+lr_scheduler_type neftune_noise_alpha optim_args optim_target_modules seed tf32 torch_compile_backend
+torch_compile_mode torch_empty_cache_steps train_sampling_strategy use_liger_kernel weight_decay
+""".split()
 
 
 class HFMeterCallback(TrainerCallback):
@@ -44,7 +49,8 @@ class HFMeterCallback(TrainerCallback):
     One more step is traced, if the training is longer. Tokens are those of `input_ids` (with padding),
     losses those that the model returns, on rank 0. FLOPs follow from `model.config`. They are unknown
     for other models, where parameters are frozen, as with LoRA, and where samples differ in length.
-    `options` are the Meter's other arguments; `flops_per_token` among them replaces the config.
+    `options` are the Meter's other arguments; `flops_per_token` among them replaces the config, and
+    `tokens_per_step` the count of `input_ids`.
     """
 
     def __init__(self, warmup_steps: int = 10, n_steps: int = 50, **options: Any):
@@ -54,38 +60,34 @@ class HFMeterCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
         self._end(RuntimeError("another training began"))
         model: nn.Module = kwargs["model"]
-        if why := _cannot_be_counted(args, model):
+        if why := _find_obstacle(args, model):
             say(f"HFMeterCallback: nothing is measured: {why}")
             return
-        notes: list[str] = []
         options: dict[str, Any] = {"settings": _settings(args, model), "device": args.device}
-        options |= self.options
-        config: Any = getattr(model, "config", None)
+        options |= {"name": type(model).__name__} | self.options
+        unknown = None
         if not {"config", "flops_per_token"} & options.keys():
-            try:
-                _refuse_other_work(model, parse_config(config.to_dict(), type(model).__name__))
-                options["config"] = config
-            except (AttributeError, ConfigError) as error:
-                notes.append(f"FLOPs are unknown: {error}; pass flops_per_token")
-        options.setdefault("name", type(model).__name__)
+            unknown = _why_flops_are_unknown(model)
+            options["config"] = None if unknown else model.config
         meter = Meter(**options)
+        if unknown:
+            meter.result.remark(f"FLOPs are unknown: {unknown}; pass flops_per_token")
         if meter.config is None:  # models of one class are not one model
             shapes = [(n, list(p.shape), p.requires_grad) for n, p in model.named_parameters()]
-            number = sum(p.numel() for p in model.parameters())
-            known = {"n_parameters": number, "hash": digest_of(json.dumps(shapes))}
-            meter.result.model = meter.result.model.model_copy(update=known)
-        for note in notes:
-            meter.result.remark(note)
-        # Where num_items_in_batch counts the tokens of all ranks, the Trainer scales losses by them.
-        self.ranks_share = args.world_size if args.average_tokens_across_devices else 1
+            meter.result.model.n_parameters = sum(p.numel() for p in model.parameters())
+            meter.result.model.hash = digest_of(json.dumps(shapes))
+        self.labels_of_all_ranks = args.average_tokens_across_devices
         self.losses: list[Tensor] = []
         self.tokens, self.whole_batch = 0, False
         self.running = contextlib.ExitStack()
+        self.group: Any = None
+        if meter.ranks.world > 1:  # NCCL would wait for the GPU
+            self.group = dist.new_group(backend="gloo")
+            self.running.callback(dist.destroy_process_group, self.group)
         self.meter = self.running.enter_context(meter)
         meter.give_way = self._end  # the Trainer tells nobody that a training failed
         look: Any = torch.compiler.disable(self._look)  # or it would be compiled into the model
-        hook = model.register_forward_hook(look, with_kwargs=True)
-        self.running.callback(hook.remove)
+        self.running.callback(model.register_forward_hook(look, with_kwargs=True).remove)
         atexit.register(self._left)
 
     def _look(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -100,7 +102,7 @@ class HFMeterCallback(TrainerCallback):
         loss = getattr(output, "loss", None)
         if loss is not None:
             self.losses.append(loss.detach())
-        # The Trainer then divides by the tokens of all micro batches: their losses add up.
+        # The Trainer then divides by the labels of all micro batches: their losses add up.
         self.whole_batch = kwargs.get("num_items_in_batch") is not None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -109,22 +111,31 @@ class HFMeterCallback(TrainerCallback):
         self.tokens = 0
         self.losses.clear()
         self.step = self.meter.step()
-        self.told: MeterStep = self.step.__enter__()
+        self.told = self.step.__enter__()
         rate = kwargs["optimizer"].param_groups[0]["lr"]
         self.told.lr = rate if isinstance(rate, float) else None  # a tensor would be waited for
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if self.meter is None:
             return
-        if self.tokens:
-            self.told.tokens = self.tokens * self.meter.ranks.world
-        elif self.meter.tokens_per_step is None and self.meter.n < self.meter.window_end:
-            say("HFMeterCallback: the model was given no input_ids; pass tokens_per_step")
-            self._end(UsageError("the model was given no input_ids; pass tokens_per_step"))
-            return
+        ranks_per_loss: float = self.meter.ranks.world
+        if self.meter.tokens_per_step is None and self.meter.n < self.meter.window_end:
+            tokens = torch.tensor(self.tokens)
+            if self.group is not None:  # ranks may have samples of different lengths
+                dist.all_reduce(tokens, group=self.group)
+            if not tokens:
+                why = "the model was given no input_ids; pass tokens_per_step"
+                say(f"HFMeterCallback: {why}")
+                self._end(UsageError(why))
+                return
+            self.told.tokens = int(tokens)
+            ranks_per_loss = int(tokens) / max(1, self.tokens)
         if self.losses:
             total = sum(self.losses[1:], self.losses[0])
-            total *= self.ranks_share if self.whole_batch else 1 / len(self.losses)
+            if not self.whole_batch:
+                total /= len(self.losses)
+            elif self.labels_of_all_ranks:
+                total *= ranks_per_loss
             self.told.loss = total
         self.step.__exit__(None, None, None)
 
@@ -152,7 +163,7 @@ class HFMeterCallback(TrainerCallback):
         self.running.__exit__(type(error) if error else None, error, None)
 
 
-def _cannot_be_counted(args: TrainingArguments, model: nn.Module) -> str | None:
+def _find_obstacle(args: TrainingArguments, model: nn.Module) -> str | None:
     """Why tokens per device would be wrong; None where each rank has a device and data of its own."""
     if args.n_gpu > 1:
         return f"one process uses {args.n_gpu} GPUs (DataParallel); start it by torchrun"
@@ -164,24 +175,34 @@ def _cannot_be_counted(args: TrainingArguments, model: nn.Module) -> str | None:
     return None
 
 
-def _refuse_other_work(model: nn.Module, config: ModelConfig) -> None:
-    """ConfigError where a training of this model is not that of the config's causal language model."""
-    parameters = list(model.parameters())
-    if any(not p.requires_grad for p in parameters):
-        raise ConfigError("some parameters are frozen")
-    number = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
-    if number != (expected := count_parameters(config)):
-        raise ConfigError(f"the model has {number:,} parameters, and its config says {expected:,}")
+def _why_flops_are_unknown(model: nn.Module) -> str | None:
+    """Why a training of this model is not that of its config's causal language model; None if it is."""
+    config: Any = getattr(model, "config", None)
+    try:
+        expected = count_parameters(parse_config(config.to_dict(), type(model).__name__))
+    except (AttributeError, ConfigError) as error:
+        return str(error)
+    if not all(p.requires_grad for p in model.parameters()):
+        return "some parameters are frozen"
+    number = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    if number != expected:
+        return f"the model has {number:,} parameters, and its config says {expected:,}"
+    return None
 
 
 def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
-    """What tells this run from others: its arguments, where it can be by the names of our own flags."""
+    """What tells this run from others: its arguments, where it can be by the names of our own flags.
+
+    Those that a subclass of TrainingArguments adds are all settings, as of trl.
+    """
+    told = args.to_dict()
+    added = told.keys() - TrainingArguments.__dataclass_fields__.keys() - set(OWN_ARGS)
+    names = [*OUR_NAMES, *SETTINGS, *sorted(name for name in added if not SECRET.search(name))]
     settings: dict[str, Any] = {}
-    for name, value in args.to_dict().items():
-        ours = OUR_NAMES.get(name, name)
-        if not (name.startswith(NO_SETTING) or ours in OWN_ARGS or SECRET.search(name)):
-            plain = isinstance(value, str | int | float | None)
-            settings[ours] = value if plain else json.dumps(value, default=str)
+    for name in names:
+        value = told.get(name)
+        plain = isinstance(value, str | int | float | None)
+        settings[OUR_NAMES.get(name, name)] = value if plain else json.dumps(value, default=str)
     return settings | {
         "amp": "bf16" if args.bf16 else "fp16" if args.fp16 else "off",
         "dtype": str(getattr(model, "dtype", None)).removeprefix("torch."),

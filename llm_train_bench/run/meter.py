@@ -1,11 +1,7 @@
 """A meter for training loops of others: the step log, window and result of our own loop around theirs."""
 
 import contextlib
-import dataclasses
-import itertools
 import json
-import math
-import operator
 import os
 import re
 import sys
@@ -14,15 +10,18 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, validate_call
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from llm_train_bench import __version__
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_command, without_secrets
+from llm_train_bench.base.strict import in_one_line
 from llm_train_bench.formulas.flops import flops_per_token as flops_of
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.steps import REST
@@ -32,50 +31,65 @@ from llm_train_bench.model.config import (
     load_config,
     parse_config,
 )
-from llm_train_bench.parallel.ranks import Ranks, find_ranks, gather, on_main
+from llm_train_bench.parallel.ranks import ALONE, Ranks, find_ranks, gather, on_main
 from llm_train_bench.results.figures import fill_flop_rates
 from llm_train_bench.results.result_files import command_began, now, this_process
 from llm_train_bench.results.schema import METER_LENGTH, Lineage, ModelInfo, Result, StepSize
+from llm_train_bench.run import provenance
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.profiling import start_together, traced
-from llm_train_bench.run.provenance import (
-    default_name,
-    describe_device,
-    describe_environment,
-    describe_model,
-    digest_of,
-)
 from llm_train_bench.run.record import RunRecord
 from llm_train_bench.settings.flags import OutputFlags, TrackerName
 from llm_train_bench.trace.observed import fallbacks, observe, sequence_lengths
 from llm_train_bench.trace.read_trace import Trace
 
-MOST_STEPS = 10**7
 # What a Meter itself writes among the arguments of its result.
 OWN_ARGS = (*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script")
-# Why nothing may begin in some states of a meter.
-BUSY = {
-    "inside": "a step has not ended; steps are not nested, and pauses are between them",
-    "part": "a part has not ended; parts are not nested",
-    "ended": "the meter has ended",
-}
-# The meter that is open in this process; and endings that tell apart those of one second.
-_OPEN: "weakref.WeakSet[Meter]" = weakref.WeakSet()
-_SUFFIXES = (f"-{i}" if i else "" for i in itertools.count())
 # Libraries with training loops of their own, which a result names if they are loaded.
 LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
+# The states of a meter.
+NEW, BETWEEN, IN_STEP = "not entered", "between two steps", "inside a step"
+IN_PART, ENDED = "inside a part", "at its end"
+NOT_OBSERVED = "the kernels that ran were not observed"
+# The meter that is open in this process.
+_OPEN: "weakref.WeakSet[Meter]" = weakref.WeakSet()
 
 
-@dataclasses.dataclass(slots=True)
+def _plain(value: Any) -> Any:
+    """A number of torch or numpy as one of Python; other values as they are."""
+    if isinstance(value, Tensor) and value.is_cuda:
+        raise ValueError("it is on a GPU; give a number, which is known without waiting")
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+        return value.item()
+    return value
+
+
+def _read_loss(loss: Any) -> Any:
+    """A loss on a GPU as a vector, to be read once the GPU has passed the step; others as numbers."""
+    if not isinstance(loss, Tensor):
+        return _plain(loss)
+    if loss.numel() != 1:
+        raise ValueError(f"it has {loss.numel()} elements, not one")
+    return loss.detach().reshape(1) if loss.is_cuda else loss.item()
+
+
+Steps = Annotated[int, Field(ge=0, le=10**7), BeforeValidator(_plain)]
+Tokens = Annotated[int, Field(ge=1, lt=2**63), BeforeValidator(_plain)]
+Rate = Annotated[int | FiniteFloat, Field(gt=0), BeforeValidator(_plain)]
+Setting = bool | int | FiniteFloat | str | None
+TYPES = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
+@pydantic_dataclass(config=TYPES, slots=True)
 class MeterStep:
     """What a loop tells of one step: its loss (a number, or a tensor of one element), lr and tokens.
 
     `tokens` are those of all ranks, where they are not the Meter's `tokens_per_step`.
     """
 
-    loss: float | Tensor | None = None
-    lr: float | None = None
-    tokens: int | None = None
+    loss: Annotated[float | Tensor | None, BeforeValidator(_read_loss)] = None
+    lr: Annotated[float | None, BeforeValidator(_plain)] = None
+    tokens: Tokens | None = None
 
 
 class Meter(RunRecord):
@@ -88,38 +102,37 @@ class Meter(RunRecord):
     and the traced one, and nowhere else.
     """
 
+    @in_one_line("Meter: ")
+    @validate_call(config=TYPES)
     def __init__(
         self,
-        config: str | os.PathLike[str] | Mapping[str, Any] | Any | None = None,
+        config: Any = None,
         *,
-        tokens_per_step: int | None = None,
-        seq_len: int | None = None,
-        flops_per_token: float | None = None,
+        tokens_per_step: Tokens | None = None,
+        seq_len: Tokens | None = None,
+        flops_per_token: Rate | None = None,
         name: str | None = None,
-        warmup_steps: int = 10,
-        n_steps: int = 50,
-        settings: Mapping[str, Any] | None = None,
+        warmup_steps: Steps = 10,
+        n_steps: Annotated[Steps, Field(ge=1)] = 50,
+        settings: Mapping[str, Setting] | None = None,
         output_dir: str | os.PathLike[str] = "runs",
         run_name: str | None = None,
         device: torch.device | str | None = None,
-        peak_tflops: float | None = None,
-        usd_per_hour: float | None = None,
+        peak_tflops: Rate | None = None,
+        usd_per_hour: Rate | None = None,
         track: Sequence[TrackerName] = (),
         tensorboard: bool = True,
         observe: bool = True,
         quiet: bool = False,
     ):
-        """What is measured, and where the result goes.
+        """What is measured, and where the result goes; docs/PYTHON.md has more.
 
-        config: The model's Hugging Face config: a config.json, its content, or a config of
-            transformers. Its FLOPs are counted as for our own models.
-        tokens_per_step: Tokens of one optimizer step over all ranks. By default each step tells its own
-            (`step.tokens`).
+        config: The model's config.json, its content, or a config of transformers, for the FLOPs.
+        tokens_per_step: Tokens of an optimizer step over all ranks. By default each step tells its own.
         seq_len: Tokens of a sample, for the FLOPs of attention. By default that of the traced step.
         flops_per_token: FLOPs per trained token (forward and backward) in place of a config.
         name: The model's name. By default that of the config.
-        settings: What tells this run from others of the same script, such as amp, bsz or lr. compare.py
-            takes runs with equal settings as repeats. By default the words of the command line.
+        settings: What tells this run from others of the script. By default its command line.
         device: By default the current GPU, or the CPU where there is none.
         peak_tflops: Dense BF16 peak of a device that configs/hardware.json does not list [TFLOP/s].
         usd_per_hour: Price of one device [US$/h].
@@ -127,90 +140,46 @@ class Meter(RunRecord):
         observe: Trace the first step after the measured ones.
         quiet: Print nothing.
 
-        Under several ranks, torch.distributed must be initialized, and every rank has a Meter. UsageError
-        or ConfigError for what cannot be used.
+        UsageError or ConfigError for what cannot be used.
         """
-        for what, value, kinds, words in (
-            ("name", name or "", str, "a str"),
-            ("run_name", run_name or "", str, "a str"),
-            ("output_dir", output_dir, str | os.PathLike, "a path"),
-            ("settings", settings or {}, Mapping, "a mapping"),
-            ("track", track, list | tuple, "a list of names"),
-        ):
-            if not isinstance(value, kinds):
-                raise UsageError(f"Meter: {what}={value!r}: must be {words}")
-        for what, size in {"tokens_per_step": tokens_per_step, "seq_len": seq_len}.items():
-            if size is not None:
-                _whole(f"Meter: {what}", size, 1, 2**63)
-        _whole("Meter: n_steps", n_steps, 1, MOST_STEPS)
-        _whole("Meter: warmup_steps", warmup_steps, 0, MOST_STEPS)
+        if own := [key for key in OWN_ARGS if key in (settings or {})]:
+            raise UsageError(f"Meter: settings: {own[0]!r} is set by another argument")
         if seq_len and tokens_per_step and tokens_per_step % seq_len:
             raise UsageError(
                 f"Meter: tokens_per_step={tokens_per_step} is no multiple of seq_len={seq_len}"
             )
-        rates = {"flops_per_token": flops_per_token, "peak_tflops": peak_tflops}
-        for what, value in (rates | {"usd_per_hour": usd_per_hour}).items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (number and 0 < value < float("inf")):
-                raise UsageError(f"Meter: {what}={value!r}: must be a number above 0 and finite")
-        for key, value in (settings or {}).items():
-            if key in OWN_ARGS:
-                raise UsageError(
-                    f"Meter: settings: {key!r} is set by another argument; leave it out"
-                )
-            plain = isinstance(key, str) and isinstance(value, str | int | float | bool | None)
-            if not plain or (isinstance(value, float) and not math.isfinite(value)):
-                raise UsageError(
-                    f"Meter: settings: {key!r}: {value!r} must be a str, bool, None or finite number"
-                )
-        if run_name is not None and (
-            run_name in ("", ".", "..")
-            or re.search(r"[/\\]", run_name)
-            or not run_name.isprintable()
-        ):
-            raise UsageError(f"Meter: run_name={run_name!r}: must be the name of one directory")
-        for tracker in track:
-            if tracker != "wandb":
-                raise UsageError(f"Meter: track={tracker!r}: must be wandb")
         if config is not None and flops_per_token is not None:
             raise UsageError("Meter: give a config or flops_per_token, not both")
-        self.config, self.seq_len = _read_config(config, name), seq_len
+        if run_name is not None and (
+            not run_name.strip(".") or re.search(r"[/\\]", run_name) or not run_name.isprintable()
+        ):
+            raise UsageError(f"Meter: run_name={run_name!r}: must be the name of one directory")
+        self.config, self.seq_len = _read_config(config), seq_len
         self.warmup_steps, self.window_end = warmup_steps, warmup_steps + n_steps
         self.tokens_per_step, self.flops, self.observes = tokens_per_step, flops_per_token, observe
         # Tokens of a sample that were seen, where none are given.
         self.lengths: set[int] = set()
-        self.n, self.observed = 0, False
-        # new, between (steps), inside (a step) or ended
-        self.state = "new"
+        self.n, self.observed, self.state = 0, False, NEW
         # Ends this meter when another one is entered, where its loop cannot tell that it failed.
         self.give_way: Callable[[BaseException], None] | None = None
-        here = torch.cuda.current_device() if torch.cuda.is_available() else None
-        default, ranks = "cpu" if here is None else f"cuda:{here}", _ranks()
-        try:
-            device = torch.device(default if device is None else device)
-        except (RuntimeError, TypeError):
-            raise UsageError(f"Meter: device={device!r}: is no device of torch") from None
-        if device.type not in ("cuda", "cpu"):
-            raise UsageError(f"Meter: device {device}: only GPUs (cuda) and CPUs are measured")
-        if device.type == "cuda" and (here is None or device.index not in (None, here)):
-            advice = f"must be the current GPU, which is {here}; see torch.cuda.set_device"
-            raise UsageError(f"Meter: device {device}: {advice}")
+        device, ranks = _choose_device(device), _ranks()
         script = Path(sys.argv[0] or "python").name
         args: dict[str, Any] = {"n_steps": n_steps, "warmup_steps": warmup_steps}
-        args |= {} if usd_per_hour is None else {"usd_per_hour": usd_per_hour}
+        args["usd_per_hour"] = usd_per_hour
         if settings is None:  # for people; the digest is of the whole words, which may hold keys
             words = " ".join(shown_command(sys.argv[1:]))
-            args["command"] = f"{words} ({digest_of(json.dumps(sys.argv[1:]))[:8]})"
-        args |= dict(settings or {})
+            args["command"] = f"{words} ({provenance.digest_of(json.dumps(sys.argv[1:]))[:8]})"
+        args |= settings or {}
         if self.config:
-            model = describe_model(self.config)
+            model = provenance.describe_model(self.config)
+            model.name = name or model.name
         else:
             name = name or Path(sys.argv[0]).stem or "model"
-            model = ModelInfo(name=name, hash=digest_of(f"{name} {flops_per_token}"))
-        called = run_name or default_name(re.sub(r"[^\w.+-]", "_", model.name), {}) + next(
-            _SUFFIXES
-        )
-        mine = called, uuid.uuid4().hex, command_began(False)
+            model = ModelInfo(name=name, hash=provenance.digest_of(f"{name} {flops_per_token}"))
+        identity = uuid.uuid4().hex
+        # The end of the default name tells apart those of one second.
+        usual = provenance.default_name(re.sub(r"[^\w.+-]", "_", model.name), {})
+        mine = run_name or f"{usual}-{identity[:4]}", identity, command_began(False)
         called, identity, began = on_main(ranks, lambda: mine)
         result = Result(
             run_name=called,
@@ -220,21 +189,19 @@ class Meter(RunRecord):
             started_at=now(),
             args=args,
             model=model,
-            device=describe_device(device, ranks.world, peak_tflops),
-            batch=StepSize(tokens_per_step=tokens_per_step, **_samples(tokens_per_step, seq_len)),
+            device=provenance.describe_device(device, ranks.world, peak_tflops),
+            batch=_step_size(tokens_per_step, seq_len),
             loss_known=False,
             writer=this_process(),
             lineage=Lineage(id=identity, name=called, attempt=1, began=began, started=time.time()),
-            environment=describe_environment(device, LOOPS),
+            environment=provenance.describe_environment(device, LOOPS),
         )  # fmt: skip
         if self.config and (keys := describe_keys_without_effect(self.config)) is not None:
             result.remark(keys)
         output = OutputFlags(
             output_dir=str(output_dir), no_tensorboard=not tensorboard, track=tuple(track), quiet=quiet
         )  # fmt: skip
-        palm = flops_per_token or (
-            flops_of(self.config, seq_len, False) if self.config and seq_len else None
-        )
+        palm = flops_of(self.config, seq_len, False) if self.config and seq_len else flops_per_token
         directory = Path(output_dir).absolute() / called  # the loop may go elsewhere
         super().__init__(result, directory, device, ranks, self.window_end, output, palm, bar=False)
         self.shows_table = not quiet
@@ -246,16 +213,21 @@ class Meter(RunRecord):
 
     def open(self) -> None:
         super().open()
-        self.state = "between"
+        self.state = BETWEEN
         self.log.start()
         if not self.warmup_steps:
             self._open_window()
 
+    def _require(self, state: str, call: str) -> None:
+        """UsageError unless the meter is in this state."""
+        if self.state != state:
+            raise UsageError(f"Meter.{call}: must be called {state}; the meter is {self.state}")
+
     @contextlib.contextmanager
     def step(self) -> Iterator[MeterStep]:
         """One optimizer step: all of its forward and backward passes, and the optimizer."""
-        self._must_be("between", "step", "enter the meter first: with Meter(...) as meter:")
-        step, self.state = MeterStep(), "inside"
+        self._require(BETWEEN, "step")
+        step, self.state = MeterStep(), IN_STEP
         try:
             if self.n < self.window_end:
                 self.log.mark("data")
@@ -268,70 +240,57 @@ class Meter(RunRecord):
                 with self._observing():
                     yield step
         finally:
-            self.state = "between" if self.state == "inside" else self.state
-
-    def _must_be(self, state: str, what: str, advice: str) -> None:
-        """UsageError unless the meter is in this state."""
-        if self.state != state:
-            raise UsageError(f"Meter.{what}: {BUSY.get(self.state, advice)}")
+            self.state = BETWEEN if self.state == IN_STEP else self.state
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """A part of a step, whose time the result then has: data, forward, backward or optimizer.
+    def part(self, name: Literal["data", "forward", "backward", "optimizer"]) -> Iterator[None]:
+        """A part of a step, whose time the result then has.
 
         The time since the last mark belongs to it. A part may come several times in a step.
         """
         if name not in ("data", "forward", "backward", "optimizer"):
             raise UsageError(f"Meter.part: {name!r} is not data, forward, backward or optimizer")
-        self._must_be("inside", "part", "call it inside a step")
-        self.state = "part"
+        self._require(IN_STEP, "part")
+        self.state = IN_PART
         try:
             with self.log.part(name) if self.n < self.window_end else contextlib.nullcontext():
                 yield
         finally:
-            self.state = "inside"
+            self.state = IN_STEP
 
     def paused(self, kind: Literal["evaluation", "save"]) -> None:
         """An evaluation or a save has ended: the time since the last step belongs to no step.
 
         Inside the window it makes the run invalid, as in our own loop.
         """
-        fields = {"evaluation": "window_evaluations", "save": "window_saves"}
-        if kind not in fields:
+        if kind not in ("evaluation", "save"):
             raise UsageError(f"Meter.paused: {kind!r} is not evaluation or save")
-        self._must_be("between", "paused", "it belongs between two steps")
+        self._require(BETWEEN, "paused")
         if self.warmup_steps <= self.n < self.window_end:
-            before = getattr(self.result.metrics, fields[kind]) or 0
-            setattr(self.result.metrics, fields[kind], before + 1)
+            m = self.result.metrics
+            if kind == "save":
+                m.window_saves = (m.window_saves or 0) + 1
+            else:
+                m.window_evaluations = (m.window_evaluations or 0) + 1
         if self.n < self.window_end:
             self.log.start()
 
     def _finish_step(self, step: MeterStep) -> None:
-        loss, lr = step.loss, None
-        if loss is not None:
-            self.result.loss_known = True
-            if isinstance(loss, Tensor) and loss.numel() != 1:
-                raise UsageError(f"Meter: a step's loss has {loss.numel()} elements, not one")
-            if isinstance(loss, Tensor) and loss.is_cuda:  # read once the GPU has passed the step
-                loss = loss.detach().reshape(1)
-            else:
-                loss = _number("Meter: step.loss", loss)
-        tokens = self.tokens_per_step
-        if step.tokens is not None:
-            tokens = _whole("Meter: step.tokens", step.tokens, 1, 2**63)
-        elif tokens is None:
+        with in_one_line("Meter: step."):
+            step = MeterStep(loss=step.loss, lr=step.lr, tokens=step.tokens)
+        tokens = step.tokens or self.tokens_per_step
+        if tokens is None:
             raise UsageError("Meter: give tokens_per_step, or set the tokens of each step")
-        if step.lr is not None:
-            lr = _number("Meter: step.lr", step.lr)
+        if step.loss is not None:
+            self.result.loss_known = True
         if self.n >= self.warmup_steps and _profiler_is_on():
             self.result.remark("a profiler was on in the window", "invalid")
         phase = "warmup" if self.n < self.warmup_steps else "measure"
-        self.log.finish(self.n, phase, lr, tokens, loss, last=REST)
+        self.log.finish(self.n, phase, step.lr, tokens, step.loss, last=REST)
         self.n += 1
         if self.n == self.warmup_steps:
             self._open_window()
         if self.n == self.window_end:
-            synchronize(self.device)
             self.close_window()
             if self.file:  # whatever becomes of the loop
                 self.file.write(self.result)
@@ -344,27 +303,35 @@ class Meter(RunRecord):
         self.window.open(0.0, probe=False)
         start_together(self)
 
+    def close_window(self) -> None:
+        synchronize(self.device)
+        super().close_window()
+        m = self.result.metrics
+        mine = self.n, m.window_evaluations or 0, m.window_saves or 0, self.lengths
+        ends, evaluations, saves, lengths = zip(*gather(self.ranks, mine), strict=True)
+        m.window_evaluations, m.window_saves = max(evaluations) or None, max(saves) or None
+        self.lengths.update(*lengths)
+        if len(set(ends)) > 1:
+            first, last = (n - self.warmup_steps for n in (min(ends), max(ends)))
+            what = "ranks measured different numbers of steps"
+            self.result.remark(f"{what}: {first} to {last}", "invalid")
+
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
         """Trace a step; what goes wrong in the step itself is the loop's, and the rest is a note."""
         if _profiler_is_on():  # a second one would destroy its trace
-            why = "the loop has a profiler on"
-            self.result.remark(f"the kernels that ran were not observed: {why}")
+            self.result.remark(f"{NOT_OBSERVED}: the loop has a profiler on")
             yield
             return
-        failed: BaseException | None = None
+        step_ended = False
         try:
             with traced(self, self._look):
-                try:
-                    yield
-                except BaseException as error:
-                    failed = error
-                    raise
+                yield
+                step_ended = True
         except Exception as error:
-            if error is failed:
+            if not step_ended:
                 raise
-            why = classify(error).text
-            self.result.remark(f"the kernels that ran were not observed: {why}")
+            self.result.remark(f"{NOT_OBSERVED}: {classify(error).text}")
 
     def _look(self, trace: Trace) -> None:
         self.result.observed = observe(trace, True, self.ranks.world, assume_math=False)
@@ -373,58 +340,44 @@ class Meter(RunRecord):
         if not self.seq_len:
             self.lengths |= sequence_lengths(trace)
 
-    def close_window(self) -> None:
-        super().close_window()
-        m = self.result.metrics
-        mine = self.n - self.warmup_steps, m.window_evaluations or 0, m.window_saves or 0
-        counts, evaluations, saves = zip(*gather(self.ranks, mine), strict=True)
-        m.window_evaluations, m.window_saves = max(evaluations) or None, max(saves) or None
-        if len(set(counts)) > 1:
-            what = "ranks measured different numbers of steps"
-            self.result.remark(f"{what}: {min(counts)} to {max(counts)}", "invalid")
-
     def __enter__(self) -> Self:
         for other in list(_OPEN):
             if other.give_way:
                 other.give_way(RuntimeError("another Meter began"))
         if len(_OPEN):
             raise UsageError("Meter: another one is open in this process; end it first")
-        if self.state != "new":
+        if self.state != NEW:
             raise UsageError("Meter: cannot be used twice; create a new one")
         entered = super().__enter__()
         _OPEN.add(self)
         return entered
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
-        self.state = "ended"
+        self.state = ENDED
         _OPEN.discard(self)
         # The end of a generator, or of a program that succeeded, is no failure.
-        done = isinstance(error, SystemExit) and error.code in (None, 0)
-        error = None if done or isinstance(error, GeneratorExit) else error
-        if error is None and self.warmup_steps <= self.n < self.window_end:
-            measured = self.n - self.warmup_steps
-            self.result.remark(
-                f"the loop ended after {measured} of {self.window_end - self.warmup_steps} measured steps"
-            )
-            synchronize(self.device)
-            self.close_window()
+        success = isinstance(error, SystemExit) and error.code in (None, 0)
+        error = None if success or isinstance(error, GeneratorExit) else error
+        if error is None and self.n < self.window_end:
+            measured = max(0, self.n - self.warmup_steps)
+            wanted = self.window_end - self.warmup_steps
+            what = f"the loop ended after {measured} of {wanted} measured steps"
+            self.result.remark(what, "invalid")
+            if self.n >= self.warmup_steps:
+                self.close_window()
         super().__exit__(kind, error, trace)
 
     def fill(self, error: BaseException | None) -> None:
-        r, seq_len, why = self.result, self.seq_len, "no seq_len was given, and none was seen"
         self.fill_compile_counts()
-        if self.n < self.warmup_steps and error is None:
-            r.remark(f"the loop ended in step {self.n} of the warm-up: nothing was measured")
         steps = [step.tokens for step in self.log.of_phase("measure")]
         tokens = round(sum(steps) / len(steps)) if steps else self.tokens_per_step
-        if not seq_len and self.lengths:
-            seq_len, *more = sorted(self.lengths)
-            if more or any(n % seq_len for n in steps):
-                seen = ", ".join(map(str, sorted(self.lengths)))
-                seq_len, why = None, f"samples of {seen} tokens were seen; give seq_len"
-            elif self.config:
-                r.remark(f"{seq_len} tokens a sample: observed, no seq_len was given")
-        r.batch = StepSize(tokens_per_step=tokens, **_samples(tokens, seq_len))
+        seq_len = self.seq_len
+        whole = [n for n in self.lengths if not any(tokens % n for tokens in steps)]
+        if seq_len is None and len(self.lengths) == len(whole) == 1:
+            (seq_len,) = whole
+            self.result.remark(f"{seq_len} tokens a sample: observed, no seq_len was given")
+        r = self.result
+        r.batch = _step_size(tokens, seq_len)
         r.args |= {"tokens_per_step": tokens if len(set(steps)) < 2 else None, "seq_len": seq_len}
         if self.flops:
             fill_flop_rates(r, self.flops, None)
@@ -432,6 +385,7 @@ class Meter(RunRecord):
             palm, causal = (flops_of(self.config, seq_len, masked) for masked in (False, True))
             fill_flop_rates(r, palm, causal)
         else:
+            why = f"no seq_len was given; lengths seen: {sorted(self.lengths) or 'none'}"
             why = why if self.config else "Meter was given no config and no flops_per_token"
             r.remark(f"mfu and TFLOP/s are null: {why}")
 
@@ -441,65 +395,44 @@ def _profiler_is_on() -> bool:
     return bool(vars(torch.autograd)["_profiler_enabled"]())
 
 
-def _on_host(what: str, value: Any) -> Any:
-    """The value; UsageError for a tensor on a GPU, since the loop would wait for it."""
-    if isinstance(value, Tensor) and value.is_cuda:
-        why = "is a tensor on a GPU; give a number, which is known without waiting"
-        raise UsageError(f"{what}: {why}")
-    return value
+def _step_size(tokens: int | None, seq_len: int | None) -> StepSize:
+    """A step's tokens, and its samples as far as they are known."""
+    samples = tokens // seq_len if tokens and seq_len and tokens % seq_len == 0 else None
+    known = {"global_batch": samples, "seq_len": seq_len, "tokens_per_step": tokens}
+    return StepSize(**dict.fromkeys(StepSize.model_fields) | known)
 
 
-def _number(what: str, value: Any) -> float:
-    """The value as a float; UsageError for what is none."""
-    value = _on_host(what, value)
-    try:
-        return float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise UsageError(f"{what}={value!r}: must be a number") from None
+def _choose_device(wanted: torch.device | str | None) -> torch.device:
+    """The current GPU, or the CPU where there is none or it is wanted; UsageError for any other."""
+    gpu = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else None
+    name = str(wanted or gpu or "cpu")
+    on_gpu = gpu is not None and name in ("cuda", gpu)
+    if not on_gpu and name.partition(":")[0] != "cpu":
+        raise UsageError(
+            f"Meter: device={name!r}: must be the CPU or the current GPU, which is {gpu}"
+        )
+    return torch.device(name)
 
 
-def _whole(what: str, value: Any, least: int, most: int) -> int:
-    """A whole number, also numpy's; UsageError for any other value, or one out of bounds."""
-    number = None
-    with contextlib.suppress(TypeError, ValueError):  # a truth value is no number here
-        number = None if isinstance(value, bool) else operator.index(_on_host(what, value))
-    if number is None or not least <= number <= most:
-        raise UsageError(f"{what}={value!r}: must be a whole number from {least} to {most}")
-    return number
-
-
-def _samples(tokens: int | None, seq_len: int | None) -> dict[str, int | None]:
-    """A step's sizes in samples, as far as they are known."""
-    whole = tokens // seq_len if tokens and seq_len and tokens % seq_len == 0 else None
-    unknown = dict.fromkeys(("micro_batch", "grad_acc_steps", "data_parallel_size"))
-    return unknown | {"global_batch": whole, "seq_len": seq_len}
-
-
-def _read_config(config: Any, name: str | None) -> ModelConfig | None:
+def _read_config(config: Any) -> ModelConfig | None:
     """The model of a config.json, of its content, or of a config of transformers."""
     if config is None:
         return None
-    if isinstance(config, str | os.PathLike):
-        read = load_config(os.fspath(config))
-    else:
-        raw = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
-        if not isinstance(raw, Mapping) or not raw:
-            what = "a path, the content of a config.json, or a config of transformers"
-            raise UsageError(f"Meter: config={config!r:.80}: must be {what}")
-        called = name or getattr(config, "name_or_path", "") or str(raw.get("model_type", "model"))
-        read = parse_config(dict(raw), called)
-    return dataclasses.replace(read, name=name) if name else read
+    content = config.to_dict() if hasattr(config, "to_dict") else config
+    if isinstance(content, str | os.PathLike):
+        return load_config(os.fspath(content))
+    if isinstance(content, Mapping):
+        name = getattr(config, "name_or_path", "") or content.get("model_type", "model")
+        return parse_config(dict(content), str(name))
+    what = "a path, the content of a config.json, or a config of transformers"
+    raise UsageError(f"Meter: config={config!r:.80}: must be {what}")
 
 
 def _ranks() -> Ranks:
     """The ranks of torch.distributed; UsageError where a launcher started several that did not meet."""
-    started = find_ranks(os.environ) or Ranks()
     if dist.is_available() and dist.is_initialized():
-        local = int(os.environ.get("LOCAL_RANK", started.local_rank))
-        return Ranks(dist.get_rank(), dist.get_world_size(), local)
-    if started.world > 1:
-        raise UsageError(
-            f"Meter: a launcher started {started.world} ranks, and torch.distributed is not initialized; "
-            "call torch.distributed.init_process_group first"
-        )
-    return started
+        return Ranks(dist.get_rank(), dist.get_world_size())
+    if (find_ranks(os.environ) or ALONE).world > 1:
+        why = "a launcher started several ranks, and torch.distributed is not initialized"
+        raise UsageError(f"Meter: {why}; call torch.distributed.init_process_group first")
+    return ALONE
