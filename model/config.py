@@ -281,7 +281,7 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     fields = reader.read()
     reader.refuse_unsupported()
     fields |= dict(name=model_name(path), path=str(path), vocab_multiple=vocab_multiple)
-    fields |= dict(model_type=reader.model_type, raw=reader.text)
+    fields |= dict(model_type=reader.model_type, raw=reader.raw)
     config = ModelConfig(**fields, unknown_keys=(*reader.unknown(), *reader.elsewhere))
     key_heads = config.num_key_value_heads
     why = f"is not a multiple of num_key_value_heads {key_heads}; query heads share them evenly"

@@ -22,6 +22,7 @@ NONE: Row = {}
 ALL_LAYERS = range(2**12)
 PART, TRAINED = "partial_rotary_factor", "original_max_position_embeddings"
 ROPE_TYPES = "default", "linear", "llama3", "yarn"
+MROPE = "mrope_section", "mrope_interleaved"  # for text all sections of positions are alike
 QK_NORM = "use_qk_norm", "qk_norm", "qk_layernorm"
 QUERY_SCALE = "llama_4_scaling_beta"
 
@@ -34,10 +35,7 @@ class Family(NamedTuple):
     experts: Row = NONE  # fields
     recurrent: Row | None = None  # fields; None without recurrent layers
     rope: Row = NONE  # rotary parameters of a file without any
-    rope_keys: str = ""  # rotary parameters that only this family has
     unread: str = ""  # keys that do not matter to a training step
-    mtp: int | None = None  # modules of multi-token prediction of a file that does not say
-    prepare: Callable[["Reader"], None] = lambda reader: None  # before the row is read
 
 
 class Reader(Keys):
@@ -48,15 +46,12 @@ class Reader(Keys):
         if reason := NOT_IMPLEMENTED.get(str(raw.get("model_type"))):
             why = f"{reason} are not implemented; there are {', '.join(FAMILIES)}"
             raise self.error("model_type", why)
-        self.text = raw
         self.model_type = self.choice("model_type", FAMILIES)
         self.family = family = FAMILIES[self.model_type]
         self.values: Row = {}
-        self.parts: list[Any] = []  # the mixer and MLP of each layer, if they follow no rule
         self.elsewhere = [*beside]  # keys without effect in other objects of the file
         self.used |= {*family.unread.split()}
         self.has_experts = any(EXPERTS.get(key) == "number" for key in family.keys)
-        family.prepare(self)
         for key, default in family.keys.items():
             name = self.spelling(key)
             if key in EXPERTS and not self.has_experts:
@@ -135,25 +130,22 @@ class Reader(Keys):
         kinds = self.per_layer(key, "dense", "sparse") or ["dense"]
         return [layer for layer, kind in enumerate(kinds) if kind == "dense"]
 
-    def prepare_nemotron(self) -> None:
-        """Find the kind of each layer; their number replaces num_hidden_layers, as in transformers."""
-        key, older = "layers_block_type", self.get("hybrid_override_pattern", None)
+    def nemotron_layers(self, key: str) -> list[tuple[str | None, str | None]]:
+        """The mixer or MLP of each layer; older files have a text with a letter for each."""
+        older = self.get("hybrid_override_pattern", None)
         names = self.get(key, "ME*-" if older is None else older)
         names = names if isinstance(names, list | str) else []
-        self.parts = [NEMOTRON_LAYERS.get(str(name)) for name in names]
-        known = len(self.parts) > 0 and None not in self.parts
+        parts = [NEMOTRON_LAYERS.get(str(name)) for name in names]
+        known = len(parts) > 0 and None not in parts
         self.check(known, key, f"must be a list of {', '.join(NEMOTRON_LAYERS)}")
-        self.raw = self.raw | {"num_hidden_layers": len(self.parts)}
-        self.has_experts = (None, "experts") in self.parts
-        allowed = not self.has_experts or self.raw.get("mlp_bias") is not True
-        self.check(allowed, "mlp_bias", "only false is implemented with experts")
+        self.has_experts = (None, "experts") in parts
+        return parts
 
-    # Granite 4.
-    def prepare_granite(self) -> None:
-        """Prefer the other name of layer_types; without experts the shared MLP is the only one."""
-        if "layers_block_type" in self.raw:
-            self.raw = self.raw | {"layer_types": self.get("layers_block_type")}
-        self.has_experts = bool(self.get(self.spelling("num_local_experts"), 8))
+    def experts_if_any(self, key: str) -> int:
+        """Their number in a layer; with 0 the shared MLP is the only one."""
+        number = self.integer(key, 8, minimum=0, null=True) or 0
+        self.has_experts = number > 0
+        return number
 
     def unrotated_layers(self, key: str) -> range:
         """All layers, unless position_embedding_type is rope."""
@@ -190,6 +182,11 @@ class Reader(Keys):
         )
         return None if token is None else token % vocab
 
+    def left_out_modules(self, key: str, default: int) -> int:
+        """The number of modules of multi-token prediction, by whatever names the file has."""
+        numbers = [self.integer(key, minimum=0, null=True) for key in MTP_KEYS if key in self.raw]
+        return max((number or 0 for number in numbers), default=default)
+
     # What follows from several keys.
     def read(self) -> Row:
         """The fields of a ModelConfig."""
@@ -208,9 +205,6 @@ class Reader(Keys):
             fields["recurrent"] = self.recurrent(dict(activation=fields["activation"]))
         if self.has_experts:
             fields["experts"] = self.experts()
-        if family.mtp is not None:
-            modules = [self.integer(key, None, minimum=0) or 0 for key in MTP_KEYS]
-            fields["mtp_layers"] = max(modules) if {*MTP_KEYS} & {*self.raw} else family.mtp
         fields |= {name: x(self) if callable(x) else x for name, x in family.fields.items()}
         if fields["qk_norm"]:  # a file may say so
             self.used |= {key for key in QK_NORM if self.raw.get(key) is True}
@@ -229,7 +223,8 @@ class Reader(Keys):
         mixers = [special if layer in special_layers else usual for layer in layers]
         dense = dense if self.has_experts else layers
         mlps = ["dense" if layer in dense else "experts" for layer in layers]
-        for layer, (mixer, mlp) in enumerate(self.parts or zip(mixers, mlps, strict=True)):
+        parts = self.values.get("layers_block_type") or zip(mixers, mlps, strict=True)
+        for layer, (mixer, mlp) in enumerate(parts):
             window = self.values.get("sliding_window") if layer in special_layers else None
             rotates = "global" if window is None else local
             rope = None if layer in unrotated else rotates
@@ -245,7 +240,8 @@ class Reader(Keys):
             where = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
             inner = self.object(where, self.family.rope)
         self.used |= {"rope_scaling", "rope_parameters"}
-        inner.used |= {"rope_type", "type", PART, *self.family.rope_keys.split()}
+        inner.used |= {"rope_type", "type", PART, "max_position_embeddings", *MROPE}
+        inner.used |= {QUERY_SCALE} & {*self.family.rope}
         theta = inner.number("rope_theta", self["rope_theta"])
         kind = inner.raw.get("rope_type") or inner.raw.get("type") or "default"
         why = f"{kind!r} is not implemented; there are {', '.join(ROPE_TYPES)}"
@@ -405,27 +401,21 @@ def open_reader(raw: Row, where: str) -> Reader:
 def from_first_dialect(raw: Row, where: str) -> Row:
     """The config of the first llm-train-bench (`arch_name`, `d_embd`, ...) as Hugging Face has it.
 
-    Other keys are unchanged. Its GPT has no dropout. A Llama's `d_hid` defaults to a width computed from
-    `ffn_mult` and `ffn_factor`.
+    Its GPT has no dropout. A Llama's `d_hid` defaults to a width of `ffn_mult` and `ffn_factor`.
     """
     keys = Keys(raw, where)
-    name, width = keys.choice("arch_name", ("gpt", "llama", "mistral")), keys.integer("d_hid", None)
-    fields = {ours: keys.integer(theirs) for theirs, ours in FIRST_DIALECT.items()}
-    if name == "gpt":
-        fields |= dict(
-            model_type="gpt2", n_inner=width, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0
-        )
+    kind, hidden = keys.choice("arch_name", ("gpt", "llama", "mistral")), keys.integer("d_embd")
+    factor, multiple = keys.number("ffn_mult", 1.0), keys.integer("ffn_factor", 256)
+    given = {key: raw[key] for key in keys.leftover() if raw[key] is not None}
+    if kind == "gpt":
+        names = FIRST_DIALECT | dict(d_hid="n_inner")
+        defaults = dict(model_type="gpt2", embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
     else:
-        multiple = keys.integer("ffn_factor", 256)
-        computed = int(int(4 * fields["hidden_size"] * 2 / 3) * keys.number("ffn_mult", 1.0))
-        computed = -(-computed // multiple) * multiple
-        fields |= dict(model_type=name, intermediate_size=width or computed)
-        fields["num_key_value_heads"] = keys.integer("n_kv_heads", None)
-        fields["rope_theta"] = keys.number("rope_base", 1e4)
-        fields["rms_norm_eps"] = keys.number("norm_eps", 1e-5)
-    if name == "mistral":
-        fields["sliding_window"] = keys.integer("window_size", None)
-    return fields | {key: raw[key] for key in keys.leftover()}
+        names, width = FIRST_DIALECT, int(int(8 * hidden / 3) * factor)
+        defaults = dict(model_type=kind, d_hid=-(-width // multiple) * multiple, norm_eps=1e-5)
+        defaults |= dict(n_kv_heads=None, window_size=None)
+    renamed = {names.get(key, key): value for key, value in (defaults | given).items()}
+    return renamed | dict(hidden_size=hidden)
 
 
 # fmt: off
@@ -439,6 +429,7 @@ RULES |= dict.fromkeys("num_key_value_heads head_dim q_lora_rank".split(),
 RULES |= dict(
     sliding_window=Reader.window, layer_types=Reader.layers_of_types, pad_token_id=Reader.padding_row,
     n_shared_experts=partial(Keys.integer, null=True, minimum=0),
+    num_nextn_predict_layers=Reader.left_out_modules,
     first_k_dense_replace=lambda *read: range(Keys.integer(*read, minimum=0)),
     max_window_layers=lambda *read: range(Keys.integer(*read, minimum=0), len(ALL_LAYERS)),
     router_aux_loss_coef=partial(Keys.fraction, below=1e6, to="on"),
@@ -453,6 +444,8 @@ SPELLINGS = MAMBA_SPELLINGS | dict(
     n_positions="max_position_embeddings", num_experts="num_experts num_local_experts",
     num_local_experts="num_local_experts num_experts",
     n_routed_experts="n_routed_experts num_experts num_local_experts")
+# The number of modules of multi-token prediction.
+MTP_KEYS = "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers num_mtp_modules".split()
 # The fields of ModelConfig, Latent, Recurrent and Experts, with the keys that give them.
 MODEL = by_key(
     **{name: name for name in """vocab_size tie_word_embeddings num_key_value_heads head_dim mlp_bias
@@ -466,7 +459,7 @@ MODEL = by_key(
     residual_scale="residual_multiplier", attention_scale="attention_multiplier query_pre_attn_scalar",
     embedding_scale="embedding_multiplier", logit_scale="logits_scaling",
     dense_layers="first_k_dense_replace mlp_only_layers mlp_layer_types",
-    no_rope_layers="no_rope_layers position_embedding_type")
+    no_rope_layers="no_rope_layers position_embedding_type", mtp_layers="num_nextn_predict_layers")
 LATENT = by_key(q_rank="q_lora_rank", kv_rank="kv_lora_rank", nope_dim="qk_nope_head_dim",
                 rope_dim="qk_rope_head_dim", value_dim="v_head_dim")
 RECURRENT = by_key(
@@ -483,12 +476,11 @@ EXPERTS = by_key(
     scale="routed_scaling_factor router_scaling_factor", groups_per_token="topk_group",
     correction_rate="router_bias_update_rate", aux_loss="router_aux_loss_coef", limit="swiglu_limit",
     gain="swiglu_alpha", latent="moe_latent_size")
-# The number of modules of multi-token prediction.
-MTP_KEYS = "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers num_mtp_modules".split()
-# Whole numbers in the first llm-train-bench's dialect, and the keys that they become.
+# Keys of the first llm-train-bench's dialect, and those that they become.
 FIRST_DIALECT = dict(
-    d_embd="hidden_size", vocab_size="vocab_size", n_layers="num_hidden_layers",
-    n_heads="num_attention_heads", max_seq_len="max_position_embeddings")
+    n_layers="num_hidden_layers", n_heads="num_attention_heads", n_kv_heads="num_key_value_heads",
+    max_seq_len="max_position_embeddings", d_hid="intermediate_size", norm_eps="rms_norm_eps",
+    rope_base="rope_theta", window_size="sliding_window")
 
 # Rows and fields that several families have.
 PLAIN: Row = dict(
@@ -518,22 +510,21 @@ GRANITE: Row = BIASES | dict(attention_multiplier=1.0, embedding_multiplier=1.0,
                              logits_scaling=1.0)
 GROUPED: Row = ROUTER | dict(
     moe_intermediate_size=2048, n_shared_experts=1, n_group=1, topk_group=1, norm_topk_prob=True,
-    routed_scaling_factor=1.0, scoring_func=["sigmoid"], n_routed_experts=128, router_aux_loss_coef=0.0)
+    routed_scaling_factor=1.0, scoring_func=["sigmoid"], n_routed_experts=128, router_aux_loss_coef=0.0,
+    num_nextn_predict_layers=0)
 DEEPSEEK: Row = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
                      q_lora_rank=1536) | BIASED | GROUPED | dict(
     head_dim=lambda reader, key: reader["qk_nope_head_dim"] + reader["qk_rope_head_dim"],
     attention_bias=[False], max_position_embeddings=4096, topk_method=["noaux_tc"], moe_layer_freq=[1],
     rope_interleave=True, first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5,
-    n_routed_experts=256)
+    n_routed_experts=256, num_nextn_predict_layers=1)
 YARN: Row = dict(rope_type="yarn", llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
-YARN_KEYS = "llama_4_scaling_beta max_position_embeddings"
 QWEN_HYBRID: Row = BIASED | dict(
     max_position_embeddings=32768, head_dim=256, num_key_value_heads=2, partial_rotary_factor=0.25,
     full_attention_interval=4, attn_output_gate=[True], layer_types="full_attention_interval",
     linear_num_key_heads=16, linear_key_head_dim=128, linear_num_value_heads=32,
-    linear_value_head_dim=128, linear_conv_kernel_dim=4)
+    linear_value_head_dim=128, linear_conv_kernel_dim=4, num_nextn_predict_layers=0)
 QWEN_FIXED: Row = dict(qk_norm=True, output_gate=True, norm_offset=True)
-MROPE = "mrope_section mrope_interleaved"  # for text all sections of positions are alike
 DELTA_NET: Row = dict(delta=True, chunk=64)
 # A layer's mixer and MLP, by its letter or name.
 NEMOTRON_LAYERS = {
@@ -542,11 +533,11 @@ NEMOTRON_LAYERS = {
     "moe": (None, "experts"), "mlp": (None, "dense")}
 # Keys that concern its first values, kernels and generation, or that its code does not read.
 NEMOTRON_UNREAD = " ".join(MAMBA_SPELLINGS) + """
-    rope_theta partial_rotary_factor rope_scaling rope_parameters attention_bias sliding_window
-    num_logits_to_keep expand mamba_expand time_step_max mamba_dt_max time_step_limit mamba_dt_limit
-    time_step_floor mamba_dt_init_floor time_step_rank rescale_prenorm_residual use_mamba_kernels
-    mamba_ssm_cache_dtype moe_shared_expert_overlap residual_in_fp32 hidden_dropout norm_eps rms_norm_eps
-    mtp_layers_block_type mtp_hybrid_override_pattern attention_head_dim"""
+    num_hidden_layers rope_theta partial_rotary_factor rope_scaling rope_parameters attention_bias
+    expand sliding_window num_logits_to_keep mamba_expand time_step_max mamba_dt_max time_step_limit
+    mamba_dt_limit time_step_floor mamba_dt_init_floor time_step_rank rescale_prenorm_residual
+    use_mamba_kernels mamba_ssm_cache_dtype moe_shared_expert_overlap residual_in_fp32 hidden_dropout
+    norm_eps rms_norm_eps mtp_layers_block_type mtp_hybrid_override_pattern attention_head_dim"""
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         dict(n_embd=..., n_layer=..., n_head=..., n_positions=1024, scale_attn_weights=[True],
@@ -594,19 +585,19 @@ FAMILIES: dict[str, Family] = {
             num_local_experts=128, num_experts_per_tok=4),
         dict(sinks=True), experts=dict(biases=True, scores="softmax_chosen"),
         rope=dict(rope_type="yarn", factor=32.0, truncate=False, **{TRAINED: 4096})),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(DEEPSEEK, unread="head_dim", mtp=1)),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), Family(DEEPSEEK, unread="head_dim")),
     "glm4_moe": Family(
         BIASED | SIZES | GROUPED | dict(
             rms_norm_eps=1e-5, partial_rotary_factor=0.5, use_qk_norm=False, first_k_dense_replace=1,
-            moe_intermediate_size=1408),
-        dict(attention_out_bias=False), mtp=1),
+            moe_intermediate_size=1408, num_nextn_predict_layers=1),
+        dict(attention_out_bias=False)),
     "olmo3": Family(
         OLMO | dict(rope_theta=5e5, sliding_window=4096, layer_types=4),
         OLMO_FIXED | POST_NORM, rope=dict(sliding_attention=5e5)),
     "ministral3": Family(
         LLAMA | dict(max_position_embeddings=262144, num_key_value_heads=8, head_dim=128,
                      rms_norm_eps=1e-5, pad_token_id=11, sliding_window=None),
-        rope=YARN | dict(rope_theta=1e6, factor=16.0, **{TRAINED: 16384}), rope_keys=YARN_KEYS),
+        rope=YARN | dict(rope_theta=1e6, factor=16.0, **{TRAINED: 16384})),
     "mistral4": Family(
         DEEPSEEK | dict(
             max_position_embeddings=1048576, num_key_value_heads=32, pad_token_id=11,
@@ -615,16 +606,17 @@ FAMILIES: dict[str, Family] = {
                 reader.only(key, reader["qk_nope_head_dim"] + reader["qk_rope_head_dim"]),
             partial_rotary_factor=1.0, first_k_dense_replace=0, n_group=1, topk_group=1,
             routed_scaling_factor=1.0, n_routed_experts=128, scoring_func=["softmax"],
-            num_experts_per_tok=4),
-        rope=YARN | dict(rope_theta=1e4, factor=128.0, **{TRAINED: 8192}), rope_keys=YARN_KEYS,
+            num_experts_per_tok=4, num_nextn_predict_layers=[0]),
+        rope=YARN | dict(rope_theta=1e4, factor=128.0, **{TRAINED: 8192}),
         unread="head_dim"),
     "minimax_m2": Family(
         LLAMA | ROUTER | dict(
             max_position_embeddings=196608, num_key_value_heads=8, head_dim=128, rope_theta=5e6,
             rotary_dim=None, partial_rotary_factor=1.0, intermediate_size=1536,
             use_qk_norm=[True], qk_norm_type=["per_layer"], scoring_func=["sigmoid"],
-            shared_intermediate_size=[0], use_routing_bias=[True], num_local_experts=256),
-        dict(whole_qk_norm=True), experts=dict(normalised=True), mtp=0),
+            shared_intermediate_size=[0], use_routing_bias=[True], num_local_experts=256,
+            num_nextn_predict_layers=0),
+        dict(whole_qk_norm=True), experts=dict(normalised=True)),
     "hy_v3": Family(
         BIASES | SIZES | ROUTER | dict(
             head_dim=128, rope_theta=11158840.0, rms_norm_eps=1e-5, initializer_range=0.006,
@@ -632,8 +624,9 @@ FAMILIES: dict[str, Family] = {
             qk_norm=[True], moe_intermediate_size=1536, num_shared_experts=1, route_norm=[True],
             moe_router_use_sigmoid=[True], moe_router_enable_expert_bias=[True],
             expert_hidden_dim=lambda reader, key: reader.only(key, reader["moe_intermediate_size"]),
-            router_scaling_factor=2.826, num_experts=192, router_aux_loss_coef=0.0),
-        dict(qk_norm=True), experts=dict(scores="sigmoid", normalised=True), mtp=0),
+            router_scaling_factor=2.826, num_experts=192, router_aux_loss_coef=0.0,
+            num_nextn_predict_layers=0),
+        dict(qk_norm=True), experts=dict(scores="sigmoid", normalised=True)),
     "gemma": Family(
         BIAS | LLAMA | dict(
             vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28,
@@ -657,39 +650,44 @@ FAMILIES: dict[str, Family] = {
         residual_dropout=0.1)),
     "qwen3_next": Family(
         QWEN_HYBRID | SPARSE | QWEN_EXPERTS | dict(
-            intermediate_size=5632, norm_topk_prob=True, num_experts_per_tok=10),
-        QWEN_FIXED, experts=dict(shared_gate=True), recurrent=DELTA_NET, mtp=1),
+            intermediate_size=5632, norm_topk_prob=True, num_experts_per_tok=10,
+            num_nextn_predict_layers=1),
+        QWEN_FIXED, experts=dict(shared_gate=True), recurrent=DELTA_NET),
     "qwen3_5_text": Family(
-        QWEN_HYBRID | dict(num_key_value_heads=4), QWEN_FIXED, recurrent=DELTA_NET, rope_keys=MROPE,
-        unread="mlp_only_layers", mtp=0),
+        QWEN_HYBRID | dict(num_key_value_heads=4), QWEN_FIXED, recurrent=DELTA_NET,
+        unread="mlp_only_layers"),
     "qwen3_5_moe_text": Family(
         QWEN_HYBRID | QWEN_EXPERTS | dict(intermediate_size=1, num_experts=256),  # no layer has that MLP
-        QWEN_FIXED, experts=dict(normalised=True, shared_gate=True), recurrent=DELTA_NET, rope_keys=MROPE,
-        unread="mlp_only_layers", mtp=0),
+        QWEN_FIXED, experts=dict(normalised=True, shared_gate=True), recurrent=DELTA_NET,
+        unread="mlp_only_layers"),
     "nemotron_h": Family(
-        SHAPE | GROUPED | dict(
+        dict(layers_block_type=Reader.nemotron_layers) | SHAPE | GROUPED | dict(
+            num_hidden_layers=lambda reader, key: len(reader["layers_block_type"]),  # as in transformers
             max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, intermediate_size=21504,
             mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, time_step_min=0.001,
-             pad_token_id=lambda reader, key: None,  # no row of its embedding stays 0
+            pad_token_id=lambda reader, key: None,  # no row of its embedding stays 0
             n_groups=8, ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=64, conv_kernel=4,
             chunk_size=128, mamba_hidden_act="silu", use_conv_bias=True,
             mamba_proj_bias=[False], use_bias=False,  # of both, the second counts
-            mlp_bias=False, tie_word_embeddings=[False], moe_intermediate_size=7688, n_routed_experts=8,
+            mlp_bias=lambda reader, key:
+                reader.only(key, False) if reader.has_experts else reader.boolean(key, False),
+            tie_word_embeddings=[False], moe_intermediate_size=7688, n_routed_experts=8,
             num_experts_per_tok=2, moe_shared_expert_intermediate_size=7688, moe_latent_size=None),
         dict(gated_mlp=False, rope_theta=1e4, rope_scaling=None, no_rope_layers=ALL_LAYERS),
-        experts=dict(gated=False), recurrent=dict(delta=False), unread=NEMOTRON_UNREAD,
-        prepare=Reader.prepare_nemotron, mtp=0),
+        experts=dict(gated=False), recurrent=dict(delta=False), unread=NEMOTRON_UNREAD),
     "granitemoehybrid": Family(
-        GRANITE | ROUTER | dict(
-            num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=1024,
-            layer_types=ALL_LAYERS, mamba_n_heads=128, position_embedding_type=Reader.unrotated_layers,
+        dict(num_local_experts=Reader.experts_if_any) | GRANITE | ROUTER | dict(
+            num_experts_per_tok=2, shared_intermediate_size=1024,
+            layer_types=lambda reader, key: reader.layers_of_types(
+                "layers_block_type" if "layers_block_type" in reader.raw else key, ALL_LAYERS),
+            mamba_n_heads=128, position_embedding_type=Reader.unrotated_layers,
             mamba_expand=2, mamba_d_head=Reader.mamba_head_size, time_step_limit=Reader.step_limits,
             mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_chunk_size=256,
             mamba_conv_bias=True, mamba_proj_bias=False),
         dict(mlp_bias=False, intermediate_size=lambda reader:
                  reader["intermediate_size" if reader.has_experts else "shared_intermediate_size"]),
         experts=dict(scores="softmax_chosen"),
-        recurrent=dict(delta=False), prepare=Reader.prepare_granite),
+        recurrent=dict(delta=False)),
 }
 # fmt: on
 

@@ -162,7 +162,7 @@ SIZES = dict(
     vocab_size=300000, hidden_size=8192, num_attention_heads=128, num_hidden_layers=6, n_embd=48,
     intermediate_size=80, n_layer=2, n_head=4)  # fmt: skip
 # Keys of rows that are read by a rule and are no field themselves.
-BY_RULE = """attention_bias decoder_sparse_step expert_hidden_dim full_attention_interval layer_types
+BY_RULE = """attention_bias decoder_sparse_step expert_hidden_dim full_attention_interval layer_types layers_block_type
     mamba_expand max_window_layers n_shared_experts no_rope_layer_interval num_shared_experts
     output_router_logits partial_rotary_factor rope_interleave rope_local_base_freq rope_theta
     rotary_dim shared_intermediate_size sliding_window sliding_window_pattern time_step_limit
