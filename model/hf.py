@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
-from llm_train_bench.model.config_keys import WITHOUT_EFFECT
-from llm_train_bench.model.families import FAMILIES, MTP_KEYS
+from llm_train_bench.model.config_keys import MTP_KEYS, WITHOUT_EFFECT
+from llm_train_bench.model.families import FAMILIES
 from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings

@@ -74,11 +74,11 @@ class Keys:
         self.check(1e-300 < value < 1e300, key, why)
         return float(value)
 
-    def fraction(self, key: str, default: float, below: float = 1, to: str = "to below 1") -> float:
-        """A number from 0 to below 1, such as a dropout rate."""
+    def fraction(self, key: str, default: float, below: float = 1) -> float:
+        """A number from 0 to below 1 or another bound, such as a dropout rate."""
         value = self.get(key, default)
-        is_number = type(value) in (int, float)
-        self.check(is_number and 0 <= value < below, key, f"must be a number from 0 {to}")
+        fits = type(value) in (int, float) and 0 <= value < below
+        self.check(fits, key, f"must be a number from 0 to below {below:g}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:

@@ -11,7 +11,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from llm_train_bench.formulas import parameters
 from llm_train_bench.formulas.parameters import count_parameters, learnt_weights
-from llm_train_bench.model import families
+from llm_train_bench.model import config_keys, families
 from llm_train_bench.model.config import ConfigError, keep_first_layers, load_config, parse_config
 from llm_train_bench.model.config import describe_keys_without_effect as remark_on
 from llm_train_bench.model.hf import save_pretrained
@@ -162,8 +162,9 @@ SIZES = dict(
     vocab_size=300000, hidden_size=8192, num_attention_heads=128, num_hidden_layers=6, n_embd=48,
     intermediate_size=80, n_layer=2, n_head=4)  # fmt: skip
 # Keys of rows that are read by a rule and are no field themselves.
-BY_RULE = """attention_bias decoder_sparse_step expert_hidden_dim full_attention_interval layer_types layers_block_type
-    mamba_expand max_window_layers n_shared_experts no_rope_layer_interval num_shared_experts
+BY_RULE = """attention_bias decoder_sparse_step expert_hidden_dim full_attention_interval layer_types
+    layers_block_type mamba_expand max_window_layers n_shared_experts no_rope_layer_interval
+    num_shared_experts
     output_router_logits partial_rotary_factor rope_interleave rope_local_base_freq rope_theta
     rotary_dim shared_intermediate_size sliding_window sliding_window_pattern time_step_limit
     use_sliding_window""".split()
@@ -180,8 +181,11 @@ def test_absent_keys_take_the_defaults_of_transformers(family):
     theirs = json.loads(json.dumps(theirs, default=str)) | dict(model_type=family)
     ours = parse_config(required | dict(model_type=family), "x.json").shape()
     assert ours == parse_config(theirs, "x.json").shape()
-    fields = {*families.MODEL, *families.LATENT, *families.RECURRENT, *families.EXPERTS, *BY_RULE}
-    assert {key for key, default in row.items() if not isinstance(default, list)} <= fields
+    fields = {*config_keys.MODEL, *config_keys.LATENT, *config_keys.RECURRENT, *config_keys.EXPERTS}
+    assert {key for key, default in row.items() if not isinstance(default, list)} <= {
+        *fields,
+        *BY_RULE,
+    }
 
 
 def test_hash_is_of_the_shape_not_of_the_text(tmp_path):

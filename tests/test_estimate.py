@@ -234,9 +234,9 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     low = torch.bfloat16 if work.amp == "bf16" else torch.float32
     x = torch.zeros(2, T, config.hidden_size, dtype=low, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast(work.amp, cpu):
-        output = block(
-            x, whole.rope_for(config.layers[0].rope, slice(T), cpu), InBlocks() if blocks else None
-        )
+        kind = config.layers[0].rope
+        rope = None if kind is None else whole.rope_for(kind, slice(T), cpu)
+        output = block(x, rope, InBlocks() if blocks else None)
     formula = block_activations(work, False, 0)
     exact = blocks and not (work.compiled or config.latent)
     assert sum(sizes.values()) == pytest.approx(formula, rel=1e-3 if exact else 0.02)

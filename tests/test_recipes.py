@@ -27,8 +27,8 @@ TRAIN = words("train.py new.json --device cpu --amp off --bsz 2 --seq-len 16 --w
 FLAGS, METRICS = "llm_train_bench/settings/flags.py", "llm_train_bench/results/metrics.py"
 # For a family, a flag and a metric: the file, the place, and the text to insert before it.
 INSERTIONS = [
-    ("model/families.py", '    "mistral": Family(',
-     re.search(r"```python\n(.*?)   ```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[1]
+    ("model/families.json", '    "mistral": {',
+     re.search(r"```json\n(.*?)   ```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[1]
      .replace("\n   ", "\n")[3:].rstrip(" ")),
     ("model/hf_names.py", '    "mixtral": BLOCK', '    "arcee": {"mlp.up": "mlp.up_proj"},\n'),
     (FLAGS, "    grad_clip: float = flag(",

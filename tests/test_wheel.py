@@ -62,7 +62,8 @@ def run(wheel, tmp_path_factory):
 
 def test_the_wheel_has_every_file_under_one_name(wheel):
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    tree = {f"llm_train_bench/{p.relative_to(ROOT)}" for p in (ROOT / "model").glob("*.py")}
+    tree = {f"llm_train_bench/{p.relative_to(ROOT)}" for kind in ("*.py", "*.json")
+            for p in (ROOT / "model").glob(kind)}  # fmt: skip
     for pattern in ("**/*.py", "py.typed", "*/*.html", "*/*.toml", "compare/page.*"):
         tree |= {str(p.relative_to(ROOT)) for p in (ROOT / "llm_train_bench").glob(pattern)}
     for pattern in ("*.json", "sweeps/*.yaml", "workloads/*/*"):
