@@ -88,7 +88,7 @@ class Layout:
     tp = cp = ep = pp = 1
     tp_rank = cp_rank = ep_rank = pp_rank = 0
 
-    def places(self, T: int, device: torch.device) -> Places:
+    def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
         """The positions that this rank has, of samples of T tokens."""
         return Places(slice(T), slice(T))
 

@@ -183,7 +183,7 @@ class Transformer(HasWeights):
         """
         layout, x = self.layout, tokens
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
-        places = layout.places(T, x.device)
+        places = layout.places(T, x.device, documents)
         own, positions, starts = places.own, places.gathered, None
         if documents is not None:
             inside, starts = documents.places(x.device), documents.starts

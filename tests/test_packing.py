@@ -21,6 +21,7 @@ from llm_train_bench.model.layers import block_mask
 from llm_train_bench.model.layout import Documents
 from llm_train_bench.model.loss import MASKED
 from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
+from llm_train_bench.parallel.layout import shared_by_work
 from tests.helpers import FAMILIES, config, plan_of, trained, words
 from tests.test_parity import built, some_tokens
 
@@ -173,6 +174,22 @@ def test_no_mask_is_larger_than_4096_squared():
     assert 0 < max(masks) <= 4096**2 and len(flash) > 8
     counts = block_mask(length, None, torch.zeros(1, length, dtype=torch.int64), CPU)
     assert counts.kv_indices.numel() <= 4096**2
+
+
+def test_shares_of_documents_are_balanced():
+    """By the keys that each rank's queries meet; a head and a tail alone would be far off."""
+    packing = documents.DrawnDocuments(read_lengths("500,1.2"), 8192, 0)
+    starts = torch.from_numpy(starts_of(packing.begins(np.arange(1))))
+    keys = torch.arange(1, 8193) - starts[0]
+    for cp in (2, 4, 8):
+        shares = shared_by_work(starts, cp)
+        assert shares.flatten().sort().values.equal(torch.arange(8192))
+        assert (shares.diff(dim=1) > 0).all()
+        work = keys[shares].sum(1).double()
+        assert work.max() / work.mean() < 1.1
+    head, tail = torch.arange(8192).view(16, -1).split(8)
+    plain = keys[torch.cat((head, tail.flip(0)), dim=1)].sum(1).double()
+    assert plain.max() / plain.mean() > 1.5
 
 
 def test_lengths_are_drawn_from_a_list_or_a_lognormal(tmp_path):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llm_train_bench.apply.optimizer import local_gradients
 from llm_train_bench.formulas.work import Parallelism
-from llm_train_bench.model.layout import Attend, HasWeights, Places, count_rows
+from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, count_rows
 from llm_train_bench.model.products import ProductLinear, add_bias, product_of
 from llm_train_bench.model.weights import Weight, part_of
 from llm_train_bench.parallel.ddp import ReplicaLayout
@@ -197,14 +197,23 @@ class RankLayout(ReplicaLayout):
     def gradients(self, model: HasWeights) -> "Gradients | None":
         return Gradients(model, self) if self.parallelism.divided else None
 
+    def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
+        if documents is None or self.cp == 1 or self.ulysses:
+            return self._fixed_places(T, device)
+        return self._placed(shared_by_work(documents.starts, self.cp), device)
+
     @functools.cache  # noqa: B019 (a layout lives as long as its run)
-    def places(self, T: int, device: torch.device) -> Places:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _fixed_places(self, T: int, device: torch.device) -> Places:
         if self.tp * self.cp == 1:
             return super().places(T, device)
         held = torch.arange(T, device="cpu").view(self.cp, -1)
         if not self.ulysses:  # a chunk from the head and one from the tail: equal work
             head, tail = held.view(2 * self.cp, -1).split(self.cp)
             held = torch.cat((head, tail.flip(0)), dim=1)
+        return self._placed(held, device)
+
+    def _placed(self, held: Tensor, device: torch.device) -> Places:
+        """The places of this rank, if the cp ranks hold these positions (cp, T / cp) on the host."""
         mine = held[self.cp_rank]
         own, gathered = mine.chunk(self.tp)[self.tp_rank].to(device), mine.to(device)
         if self.cp == 1 or self.ulysses:
@@ -356,6 +365,28 @@ class RankLayout(ReplicaLayout):
         sums = _Summed.apply(y, order // k, len(tokens))
         back = funcol.all_to_all_single_autograd(sums, there, here, self.names["ep"])
         return _Summed.apply(back, token, N)
+
+
+# Chunks of a sample for each cp rank, of which documents give unequal work.
+CHUNKS = 16
+
+
+def shared_by_work(starts: Tensor, cp: int) -> Tensor:
+    """(cp, T / cp) positions for cp ranks, in chunks, with about equal numbers of keys to meet.
+
+    `starts` (B, T): where each position's document begins. The chunk with the most work goes to the rank
+    with the least, of those that have room.
+    """
+    T = starts.shape[1]
+    each = next(n for n in (CHUNKS, CHUNKS // 2, CHUNKS // 4, 2) if T % (n * cp) == 0)
+    keys = (torch.arange(1, T + 1) - starts).sum(0).view(cp * each, -1).sum(1).tolist()
+    work, chunks = [0] * cp, [[] for _ in range(cp)]
+    for chunk in sorted(range(len(keys)), key=keys.__getitem__, reverse=True):
+        rank = min((r for r in range(cp) if len(chunks[r]) < each), key=work.__getitem__)
+        work[rank] += keys[chunk]
+        chunks[rank].append(chunk)
+    positions = torch.arange(T).view(cp * each, -1)
+    return torch.stack([positions[sorted(mine)].flatten() for mine in chunks])
 
 
 class Gradients:
