@@ -453,8 +453,8 @@ def from_first_dialect(raw: Row, where: str) -> Row:
         names, width = config_keys.FIRST_DIALECT, int(int(8 * hidden / 3) * factor)
         defaults = dict(model_type=kind, d_hid=-(-width // multiple) * multiple, norm_eps=1e-5)
         defaults |= dict(n_kv_heads=None, window_size=None)
-    renamed = {names.get(key, key): value for key, value in (defaults | given).items()}
-    return renamed | dict(hidden_size=hidden)
+    required = dict(hidden_size=hidden, max_seq_len=None, vocab_size=None)
+    return {names.get(key, key): value for key, value in (required | defaults | given).items()}
 
 
 # fmt: off
