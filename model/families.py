@@ -1,10 +1,11 @@
 """The reader of model configs. What it knows of a family is one row of data in families.json.
 
-A row has the keys of a config.json: those of its groups, then its own. A value is transformers' default
-of an absent key, and tells what the key is: a whole number from 1 on, a number above 0, or true or false.
-null is a whole number that need not be there; "required" is one that must be there; a list has the only
-value implemented. RULES has other ways to read a key: by family and key, by key, or by its last word. A
-rule takes the reader, the key's name in the file and its default. It may use the keys before it.
+A row has the keys of a config.json: those of its groups, then its own; of two values the later counts. A
+value is transformers' default of an absent key, and tells what the key is: a whole number from 1 on, a
+number above 0, or true or false. null is a whole number that need not be there; "required" is one that
+must be there; a list of one is the only value implemented. RULES has other ways to read a key: by family
+and key, by key, or by its last word. A rule takes the reader, the key's name in the file and its default.
+It may use the keys before it, such as num_hidden_layers: so a group that has it stands earlier.
 """
 
 import json
@@ -328,10 +329,10 @@ class Reader(Keys):
             return None
         if kind == "linear":
             return RopeScaling(kind, inner.number("factor"))
-        # As in transformers, a value at the top level overrides the one inside.
-        positions = self["max_position_embeddings"]
+        # As in transformers, a value at the top level counts more; but not where there are two ropes.
+        positions, two = self["max_position_embeddings"], "sliding_attention" in self.family.rope
         inside = inner.integer(TRAINED, positions)
-        original = self.integer(TRAINED, None) or inside
+        original = (None if two else self.integer(TRAINED, None)) or inside
         if kind == "llama3":
             factor = inner.number("factor")
             low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
@@ -373,8 +374,8 @@ class Reader(Keys):
         fits = self["num_key_value_heads"] in (None, heads)
         self.check(fits, "num_key_value_heads", f"must be num_attention_heads = {heads}")
         latent, scale = Latent(**self.fields_of(config_keys.LATENT)), self["head_dim"] ** -0.5
-        if isinstance(scaling, Yarn):
-            scale *= yarn_mscale(scaling.factor, inner.raw.get("mscale_all_dim") or 0.0) ** 2
+        if isinstance(scaling, Yarn) and inner.raw.get("mscale_all_dim"):
+            scale *= yarn_mscale(scaling.factor, inner.number("mscale_all_dim")) ** 2
         pairs = "neighbours" if self["rope_interleave"] else "halves"
         return dict(latent=latent, attention_scale=scale, rope_pairs=pairs)
 
@@ -423,7 +424,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 def open_reader(raw: Row, where: str) -> Reader:
     """The reader of a config.json; of its text_config in a model of text and images, if it is known.
 
-    As in transformers, the whole file says whether embeddings are tied, if it says so.
+    The whole file says whether embeddings are tied, if it says so.
     """
     if "arch_name" in raw and "model_type" not in raw:
         return Reader(from_first_dialect(raw, where), where)

@@ -238,7 +238,8 @@ TRAINED = "original_max_position_embeddings"
      ("nemotron_h", dict(mamba_n_groups=4)),
      ("nemotron_h", dict(use_conv_bias=True, mamba_conv_bias=False)),
      ("nemotron_h", dict(conv_kernel=4, mamba_d_conv=3)), ("ministral3", {TRAINED: 4}),
-     ("mistral4", {TRAINED: 4})],
+     ("mistral4", {TRAINED: 4}),
+     ("olmo3", {TRAINED: 32, "rope_scaling": dict(rope_type="yarn", factor=4.0) | {TRAINED: 16}})],
 )  # fmt: skip
 def test_windows_and_other_names_of_keys_count_as_in_transformers(family, changes, tmp_path):
     """Weights are large: groups of a norm, for example, do not show in small ones."""
