@@ -241,6 +241,21 @@ def test_an_attempt_by_a_later_name_is_of_the_same_run(tmp_path):
     assert any("3 attempts of one run" in note for note in record.texts("information"))
 
 
+def test_restarts_of_an_earlier_run_are_none_of_a_new_one_of_its_name(tmp_path):
+    """Whose checkpoints may also be moved to another disk."""
+    for dies in (7, 12):
+        assert train(tmp_path, *AUTO, dies=dies) == 1
+    shutil.rmtree(tmp_path / "r")
+    assert train(tmp_path, *NAMED, dies=7) == 1
+    place = tmp_path / "r/checkpoints"
+    place.rename(tmp_path / "larger disk")
+    place.symlink_to(tmp_path / "larger disk")
+    assert train(tmp_path, *AUTO) == 0
+    last = result(tmp_path, 2)
+    assert last["lineage"]["id"] == result(tmp_path)["lineage"]["id"]
+    assert last["resumed_from"]["step"] == 5
+
+
 def test_a_copy_under_another_name_goes_its_own_way(tmp_path):
     """Also when a launcher starts it again: from its own newest checkpoint, and not in the first's."""
     run_again(tmp_path, 0, "--save-every", "5", dies=7)

@@ -34,12 +34,15 @@ OUR_NAMES = {
 }
 # Others that change what is learnt or how fast.
 SETTINGS = """
-adam_beta1 adam_beta2 adam_epsilon average_tokens_across_devices dataloader_num_workers
-dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_bucket_cap_mb
-ddp_find_unused_parameters ddp_static_graph deepspeed fsdp fsdp_config full_determinism
+accelerator_config adam_beta1 adam_beta2 adam_epsilon auto_find_batch_size
+average_tokens_across_devices dataloader_drop_last dataloader_in_order
+dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
+dataloader_pin_memory dataloader_prefetch_factor ddp_broadcast_buffers ddp_bucket_cap_mb
+ddp_find_unused_parameters ddp_static_graph debug deepspeed fsdp fsdp_config full_determinism
 gradient_checkpointing_kwargs label_smoothing_factor liger_kernel_config lr_scheduler_kwargs
-lr_scheduler_type neftune_noise_alpha optim_args optim_target_modules seed tf32 torch_compile_backend
-torch_compile_mode torch_empty_cache_steps train_sampling_strategy use_liger_kernel weight_decay
+lr_scheduler_type neftune_noise_alpha optim_args optim_target_modules seed skip_memory_metrics tf32
+torch_compile_backend torch_compile_mode torch_empty_cache_steps train_sampling_strategy use_cache
+use_liger_kernel weight_decay
 """.split()
 
 
@@ -78,7 +81,8 @@ class HFMeterCallback(TrainerCallback):
             meter.result.model.hash = digest_of(json.dumps(shapes))
         self.labels_of_all_ranks = args.average_tokens_across_devices
         self.losses: list[Tensor] = []
-        self.tokens, self.whole_batch = 0, False
+        self.labels: list[Tensor] = []  # their numbers
+        self.tokens, self.n_labels = 0, None
         self.running = contextlib.ExitStack()
         self.group: Any = None
         if meter.ranks.world > 1:  # NCCL would wait for the GPU
@@ -103,13 +107,16 @@ class HFMeterCallback(TrainerCallback):
         if loss is not None:
             self.losses.append(loss.detach())
         # The Trainer then divides by the labels of all micro batches: their losses add up.
-        self.whole_batch = kwargs.get("num_items_in_batch") is not None
+        self.n_labels = kwargs.get("num_items_in_batch")
+        if isinstance(labels := kwargs.get("labels"), Tensor):
+            self.labels.append((labels != -100).sum())
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         if self.meter is None:
             return
         self.tokens = 0
         self.losses.clear()
+        self.labels.clear()
         self.step = self.meter.step()
         self.told = self.step.__enter__()
         rate = kwargs["optimizer"].param_groups[0]["lr"]
@@ -118,7 +125,6 @@ class HFMeterCallback(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if self.meter is None:
             return
-        ranks_per_loss: float = self.meter.ranks.world
         if self.meter.tokens_per_step is None and self.meter.n < self.meter.window_end:
             tokens = torch.tensor(self.tokens)
             if self.group is not None:  # ranks may have samples of different lengths
@@ -129,13 +135,14 @@ class HFMeterCallback(TrainerCallback):
                 self._end(UsageError(why))
                 return
             self.told.tokens = int(tokens)
-            ranks_per_loss = int(tokens) / max(1, self.tokens)
         if self.losses:
             total = sum(self.losses[1:], self.losses[0])
-            if not self.whole_batch:
+            if self.n_labels is None:
                 total /= len(self.losses)
+            elif self.labels:  # this rank's own: the Trainer may have divided by those of all
+                total = total * self.n_labels / sum(self.labels).clamp(min=1)
             elif self.labels_of_all_ranks:
-                total *= ranks_per_loss
+                total *= self.meter.ranks.world
             self.told.loss = total
         self.step.__exit__(None, None, None)
 

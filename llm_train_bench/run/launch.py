@@ -181,6 +181,8 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+    for name in [name for name in os.environ if name.startswith("PET_")]:  # for torchrun itself
+        del os.environ[name]
     words = f"--standalone --nnodes 1 --nproc-per-node {n} --max-restarts {args.max_restarts}"
     options = torchrun.parse_args([*words.split(), str(Path(script).resolve())])
     options.training_script_args = argv  # not parsed: torchrun would take --nproc for its own

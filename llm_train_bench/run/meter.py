@@ -70,13 +70,13 @@ def _read_loss(loss: Any) -> Any:
         return _plain(loss)
     if loss.numel() != 1:
         raise ValueError(f"it has {loss.numel()} elements, not one")
-    return loss.detach().reshape(1) if loss.is_cuda else loss.item()
+    return loss.detach().reshape(1) if loss.is_cuda else _plain(loss)
 
 
 Steps = Annotated[int, Field(ge=0, le=10**7), BeforeValidator(_plain)]
 Tokens = Annotated[int, Field(ge=1, lt=2**63), BeforeValidator(_plain)]
-Rate = Annotated[int | FiniteFloat, Field(gt=0), BeforeValidator(_plain)]
-Setting = bool | int | FiniteFloat | str | None
+Rate = Annotated[int | FiniteFloat, Field(gt=0, le=1e300), BeforeValidator(_plain)]
+Setting = Annotated[bool | int | FiniteFloat | str | None, BeforeValidator(_plain)]
 TYPES = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
@@ -407,7 +407,7 @@ def _choose_device(wanted: torch.device | str | None) -> torch.device:
     gpu = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else None
     name = str(wanted or gpu or "cpu")
     on_gpu = gpu is not None and name in ("cuda", gpu)
-    if not on_gpu and name.partition(":")[0] != "cpu":
+    if not on_gpu and name not in ("cpu", "cpu:0"):
         raise UsageError(
             f"Meter: device={name!r}: must be the CPU or the current GPU, which is {gpu}"
         )

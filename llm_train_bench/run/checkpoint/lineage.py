@@ -84,14 +84,15 @@ def last_attempt(output_dir: Path, name: str) -> Lineage | None:
     named = lineage_in(output_dir / name)
     if named and directory_of(named) == name:  # not a copy, which goes its own way
         name = named.name
-    last = None
+    last, first = None, lineage_in(output_dir / name)
     for run in attempts(output_dir, name):
         link, lineage = run / "checkpoints", lineage_in(run)
         if link.is_symlink() and not link.exists():
             raise UsageError(
                 f"{link}: leads to {link.resolve()}, which is not there; is its disk mounted?"
             )
-        if lineage and lineage.name == name:
+        # Restarts of an earlier run of this name, whose own directory is gone, are none of this one.
+        if lineage and lineage.name == name and lineage.id == (first or lineage).id:
             last = lineage
     return last
 
@@ -175,7 +176,8 @@ def _begin_attempt(plan: Plan) -> Attempt:
 def _find_newest(attempt: Attempt) -> None:
     """Let an attempt start from the newest good checkpoint of its lineage, if it has one."""
     place = attempt.place
-    if place.is_symlink():
+    other = lineage_in(place.resolve().parent) if place.is_symlink() else None
+    if other and other.id != attempt.lineage.id:
         raise UsageError(
             f"{place}: leads to the checkpoints of another run; give --resume PATH and another --run-name"
         )
