@@ -14,14 +14,20 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, validate_call
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    validate_call,
+)
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from llm_train_bench import __version__
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_command, without_secrets
-from llm_train_bench.base.strict import in_one_line
 from llm_train_bench.formulas.flops import flops_per_token as flops_of
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.steps import REST
@@ -71,6 +77,21 @@ def _read_loss(loss: Any) -> Any:
     if loss.numel() != 1:
         raise ValueError(f"it has {loss.numel()} elements, not one")
     return loss.detach().reshape(1) if loss.is_cuda else _plain(loss)
+
+
+@contextlib.contextmanager
+def in_one_line(of: str) -> Iterator[None]:
+    """UsageError for what a schema or the types of a function do not allow; `of` is its beginning."""
+    try:
+        yield
+    except ValidationError as error:
+        first, *more = error.errors()
+        # Several where a value may have one of several types, whose names then end the places.
+        problems = [first, *(problem for problem in more if problem["loc"][0] == first["loc"][0])]
+        shared = [key for key in first["loc"] if all(key in problem["loc"] for problem in problems)]
+        where = ".".join(map(str, shared))
+        why = " or ".join(dict.fromkeys(problem["msg"] for problem in problems))
+        raise UsageError(f"{of}{where}={first['input']!r:.80}: {why}") from None
 
 
 Steps = Annotated[int, Field(ge=0, le=10**7), BeforeValidator(_plain)]
