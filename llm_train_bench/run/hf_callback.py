@@ -140,7 +140,7 @@ class HFMeterCallback(TrainerCallback):
             if self.n_labels is None:
                 total /= len(self.losses)
             elif self.labels:  # this rank's own: the Trainer may have divided by those of all
-                total = total * self.n_labels / sum(self.labels).clamp(min=1)
+                total = total * self.n_labels / torch.stack(self.labels).sum().clamp(min=1)
             elif self.labels_of_all_ranks:
                 total *= self.meter.ranks.world
             self.told.loss = total

@@ -57,9 +57,7 @@ def held() -> Iterator[None]:
 def ignore(numbers: Sequence[int]) -> None:
     """Nothing may cut the ending off that follows."""
     for number in numbers:
-        signal.signal(
-            number, lambda *_: None
-        )  # Python raises for one that is pending under SIG_IGN
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_at_first(number: int, frame: object) -> None:
