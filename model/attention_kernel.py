@@ -9,8 +9,8 @@ class AttentionKernel(NamedTuple):
     causal: str = "auto"
     """`blocks` (block_attention.py), or PyTorch's: one by name, or any (`auto`, `flex`)."""
     masked: str = "pieces"
-    """Of windows, documents, sinks, and keys that cp ranks gather: `pieces` (piece_attention.py); or of
-    the first two `flex`: FlexAttention, which has no backward on a CPU."""
+    """For windows, documents, sinks, and keys gathered by cp ranks: `pieces` (piece_attention.py).
+    Windows and documents can also use `flex`: FlexAttention, which has no backward on a CPU."""
 
 
 USUAL_KERNEL = AttentionKernel()

@@ -27,7 +27,7 @@ from llm_train_bench.model.weights import Weight, list_weights
 LAYER_KEYS = "num_hidden_layers", "n_layer"
 PER_LAYER = """layer_types layers_block_type hybrid_override_pattern mlp_layer_types
     no_rope_layers""".split()
-# By a list of layers in a model's shape: the part that they have in common.
+# The lists of layers in a model's shape: the part that their layers have in common.
 LAYER_LISTS = dict(
     recurrent_layers=("mixer", "recurrent"), mlp_alone=("mixer", None), dense_layers=("mlp", "dense"),
     mixer_alone=("mlp", None), no_rope_layers=("rope", None))  # fmt: skip
@@ -267,7 +267,7 @@ def describe_keys_without_effect(config: ModelConfig) -> str | None:
     """What a run says about the keys of its config file that have no effect; None if there are none."""
     by_reason: dict[str, list[str]] = {}
     for key in config.unknown_keys:
-        reason = "unknown" if key in config.raw else "left out: only text is trained"
+        reason = "unknown" if key in config.raw else "only text_config is read"
         reason = config_keys.WITHOUT_EFFECT.get(key.split(".")[-1], reason)
         by_reason.setdefault(reason, []).append(key)
     named = [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]

@@ -3,9 +3,9 @@
 A row has the keys of a config.json: those of its groups, then its own; of two values the later counts. A
 value is transformers' default of an absent key, and tells what the key is: a whole number from 1 on, a
 number above 0, or true or false. null is a whole number that need not be there; "required" is one that
-must be there; a list of one is the only value implemented. RULES has other ways to read a key: by family
-and key, by key, or by its last word. A rule takes the reader, the key's name in the file and its default.
-It may use the keys before it, such as num_hidden_layers: so a group that has it stands earlier.
+must be there; "all" is all layers; a list of one is the only value implemented. RULES has other ways to
+read a key: by family and key, by key, or by its last word. A text and a longer list need a rule. A rule
+takes the reader, the key's name in the file and its default. It may use the keys that come before.
 """
 
 import json
@@ -68,9 +68,9 @@ class Reader(Keys):
 
     def __init__(self, raw: Row, where: str, beside: tuple[str, ...] = ()):
         super().__init__(raw, where)
-        if reason := NOT_IMPLEMENTED.get(str(raw.get("model_type"))):
-            why = f"{reason} are not implemented; there are {', '.join(FAMILIES)}"
-            raise self.error("model_type", why)
+        if reason := NOT_IMPLEMENTED.get(str(raw.get("model_type")).removesuffix("_text")):
+            there = f"there are {', '.join(FAMILIES)}"
+            raise self.error("model_type", f"{reason}: not implemented; {there}")
         self.model_type = self.choice("model_type", FAMILIES)
         self.family = family = FAMILIES[self.model_type]
         self.values: Row = {}
@@ -239,7 +239,8 @@ class Reader(Keys):
         fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
         if not fields.get("head_dim"):
             why = f"is no multiple of {heads} attention heads; change one of them or give head_dim"
-            self.check(hidden % heads == 0, "hidden_size", why)
+            width = next(key for key in self.values if config_keys.MODEL.get(key) == "hidden_size")
+            self.check(hidden % heads == 0, width, why)
             fields["head_dim"] = hidden // heads
         if "rope_theta" in self.values:
             fields |= self.rope(fields["head_dim"])
@@ -288,7 +289,9 @@ class Reader(Keys):
         inner.used |= {"rope_type", "type", PART, "max_position_embeddings", *MROPE}
         inner.used |= {QUERY_SCALE} & {*self.family.rope}
         theta = inner.number("rope_theta", self["rope_theta"])
-        kind = inner.raw.get("rope_type") or inner.raw.get("type") or "default"
+        types = [inner.raw[key] for key in ("rope_type", "type") if inner.raw.get(key) is not None]
+        kind, *same = types or ["default"]
+        inner.check(same in ([], [kind]), "type", f"is not rope_type {kind!r}")
         why = f"{kind!r} is not implemented; there are {', '.join(ROPE_TYPES)}"
         inner.check(kind in ROPE_TYPES, "rope_type", why)
         scaling = self.rope_scaling(kind, inner)
@@ -339,11 +342,10 @@ class Reader(Keys):
             inner.check(high > low, "high_freq_factor", "must be above low_freq_factor")
             return RopeScaling(kind, factor, low, high, original)
         factor = inner.number("factor", positions / original)
-        gain = yarn_mscale(factor)
-        mscales = [inner.get(key, None) for key in ("mscale", "mscale_all_dim")]
-        if all(mscales):
-            gain = yarn_mscale(factor, inner.number("mscale"))
-            gain /= yarn_mscale(factor, inner.number("mscale_all_dim"))
+        keys, gain = ("mscale", "mscale_all_dim"), yarn_mscale(factor)
+        mscales = [inner.number(key) for key in keys if inner.get(key, 0) not in (0, None)]
+        if len(mscales) == 2:
+            gain = yarn_mscale(factor, mscales[0]) / yarn_mscale(factor, mscales[1])
         fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
         inner.check(fast >= slow, "beta_fast", "is below beta_slow")
         rounded, gain = inner.boolean("truncate", True), inner.number("attention_factor", gain)
@@ -429,10 +431,9 @@ def open_reader(raw: Row, where: str) -> Reader:
     if "arch_name" in raw and "model_type" not in raw:
         return Reader(from_first_dialect(raw, where), where)
     text, tied = raw.get("text_config"), "tie_word_embeddings"
-    if not isinstance(text, dict) or str(text.get("model_type")) not in FAMILIES:
+    ours = str(raw.get("model_type")) in FAMILIES  # such a family refuses text_config
+    if ours or not isinstance(text, dict) or str(text.get("model_type")) not in FAMILIES:
         return Reader(raw, where)
-    if str(raw.get("model_type")) in FAMILIES:
-        return Reader(raw, where)  # which refuses text_config
     beside = Keys({key: value for key, value in raw.items() if key not in text}, where)
     beside.used |= {"model_type", "text_config", tied}
     return Reader(text | {key: raw[key] for key in (tied,) if key in raw}, where, beside.unknown())
@@ -470,14 +471,13 @@ RULES |= dict(
     mlp_only_layers=Reader.dense_between, mlp_layer_types=Reader.dense_by_name,
     no_rope_layers=Reader.no_rope_layers, position_embedding_type=Reader.unrotated_layers,
     layers_block_type=Reader.nemotron_layers, mamba_d_head=Reader.mamba_head_size,
-    time_step_limit=Reader.step_limits,
+    time_step_limit=Reader.step_limits, n_shared_experts=partial(Keys.integer, null=True, minimum=0),
     expert_hidden_dim=lambda reader, key, _: reader.only(key, reader["moe_intermediate_size"]),
     sliding_window=Reader.window, layer_types=Reader.layers_of_types, pad_token_id=Reader.padding_row,
-    n_shared_experts=partial(Keys.integer, null=True, minimum=0),
     num_nextn_predict_layers=Reader.left_out_modules,
+    router_aux_loss_coef=partial(Keys.fraction, below=1e6),
     first_k_dense_replace=lambda *read: range(Keys.integer(*read, minimum=0)),
     max_window_layers=lambda *read: range(Keys.integer(*read, minimum=0), len(ALL_LAYERS)),
-    router_aux_loss_coef=partial(Keys.fraction, below=1e6),
     query_pre_attn_scalar=lambda *read: Keys.number(*read) ** -0.5,
     logits_scaling=lambda *read: 1 / Keys.number(*read, null=False))
 RULES |= {

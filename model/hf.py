@@ -20,8 +20,8 @@ from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings
 from llm_train_bench.model.stored import (
+    MANIFEST_VERSION,
     OTHER_VERSION,
-    SCHEMA_VERSION,
     StoredShard,
     read_block,
 )
@@ -61,9 +61,8 @@ class _Stored(NamedTuple):
 
 def segment_rows(weight: Weight) -> list[Tensor]:
     """The numbers of a parameter's rows, by segment."""
-    sizes = [rows // weight.groups for rows in weight.segments]
     by_group = torch.arange(sum(weight.segments)).view(weight.groups, -1)
-    return [rows.flatten() for rows in by_group.split(sizes, dim=1)]
+    return [rows.flatten() for rows in by_group.split(weight.group_sizes, dim=1)]
 
 
 def tensor_rows(weight: Weight) -> list[Tensor]:
@@ -190,7 +189,7 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
     readers = {}
     try:
         manifest = parse_json((directory / "manifest.json").read_text())["manifest"]
-        if manifest["schema_version"] != SCHEMA_VERSION:
+        if manifest["schema_version"] != MANIFEST_VERSION:
             raise ConfigError(f"{directory}: {OTHER_VERSION}")
         stored = manifest["tensors"]
         for weight, parameter in model.weights():
@@ -266,8 +265,7 @@ def hf_tensors_of(model: HasWeights, write: bool) -> Iterator[tuple[str, Tensor]
 
     All ranks iterate.
     """
-    kinds = {"lora_a", "lora_b"}
-    parts = ((w, p.detach()) for w, p in model.weights() if not model.lora or w.kind in kinds)
+    parts = ((w, p.detach()) for w, p in model.weights() if not model.lora or w.of_adapter)
     for weight, value in model.layout.wholes(parts):
         if write:
             yield from to_hf(weight, value)

@@ -37,8 +37,8 @@ class LoraLinear(nn.Linear):
             changes |= zip(numbers, rows, strict=True)
         if len(frozen.segments) == 1:
             return y + changes[0]
-        sizes, groups = [rows // frozen.groups for rows in frozen.segments], (frozen.groups, -1)
-        parts = [*y.unflatten(-1, groups).split(sizes, dim=-1)]
+        groups = (frozen.groups, -1)
+        parts = [*y.unflatten(-1, groups).split(frozen.group_sizes, dim=-1)]
         for i, change in changes.items():
             parts[i] = parts[i] + change.unflatten(-1, groups)
         return torch.cat(parts, dim=-1).flatten(-2)

@@ -14,9 +14,9 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function an operator of its name and signature, for these types of devices.
 
-    For the compiler `fake` makes its empty outputs; the function itself does if None. What runs is noted
-    in `taken`. The compiler keeps the strides of inputs. Autograd knows no such operator, and would
-    silently give no gradient: call it inside a torch.autograd.Function.
+    `fake` makes empty outputs for the compiler; by default the function itself does. Each call enters
+    `note` in `taken`. The compiler keeps the strides of inputs. Autograd knows no such operator, and
+    would silently give no gradient: call it inside a torch.autograd.Function.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

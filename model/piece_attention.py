@@ -11,7 +11,7 @@ al. 2023). A sink (gpt-oss) only adds to the log-sum-exp. No mask has more than 
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +86,8 @@ def _hidden(n: int, m: int, window: int, dtype: torch.dtype, device: torch.devic
 class _Cpu:
     """PyTorch's flash attention of CPUs, which has no causal form for fewer queries than keys."""
 
+    name = "flash"
+
     @staticmethod
     def calls(q, k, window):
         """The range of the keys of each call, and its mask."""
@@ -123,6 +125,8 @@ class _Cpu:
 class _Flash:
     """FlashAttention as PyTorch has it: the last queries of more keys, and a window, in one call."""
 
+    name = "flash"
+
     @staticmethod
     def options(window, scale):
         left, right = (window - 1, 0) if window else (None, None)
@@ -151,6 +155,8 @@ class _Flash:
 class _Plain:
     """By matmuls in fp32: where a GPU has no kernel, and as a reference."""
 
+    name = "math"
+
     @staticmethod
     def scores(q, k, window, scale):
         """Scores over groups of heads (B, K, H / K, n, m)."""
@@ -177,17 +183,22 @@ class _Plain:
         return (of_scores @ wide_k).flatten(1, 2).to(q.dtype), of_k, of_v
 
 
-def _kernel(q: Tensor, v: Tensor, window: int):
+def piece_kernel(device: torch.device, dtype: torch.dtype, size: int, windowed: bool) -> Any:
+    """What computes a piece with heads of a size; its `name` is that of PyTorch's kernel."""
+    if device.type == "cpu":
+        return _Cpu
+    low = dtype in (torch.float16, torch.bfloat16)
+    return _Flash if low and size <= 256 and not (windowed and torch.version.hip) else _Plain
+
+
+def _kernel(q: Tensor, window: int) -> tuple[Any, int]:
     """What computes a piece, and the most queries of one."""
-    rows = ALL_ROWS
+    kernel, rows = piece_kernel(q.device, q.dtype, q.shape[-1], window > 0), ALL_ROWS
+    if kernel is _Flash:
+        return kernel, ALL_ROWS
     if window:
         rows = max(16, min(max(window, 64), MASK_ROWS, MASK_ELEMENTS // window))
-    if q.device.type == "cpu":
-        return _Cpu, rows
-    sized = q.shape[-1] == v.shape[-1] <= 256
-    if sized and q.dtype in (torch.float16, torch.bfloat16) and not (window and torch.version.hip):
-        return _Flash, ALL_ROWS
-    return _Plain, min(rows, PLAIN_ROWS)
+    return kernel, min(rows, PLAIN_ROWS) if kernel is _Plain else rows
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
@@ -209,7 +220,7 @@ def piece_attention(
 ) -> tuple[Tensor, Tensor]:
     """(B, H, t, D) over (B, K, S, D) and (B, K, S, D) to (B, H, t, D), and log-sum-exp (B, H, t)."""
     y, lse = _outputs(q, k, v)
-    kernel, rows = _kernel(q, v, window)
+    kernel, rows = _kernel(q, window)
     for piece in _pieces(q.shape[0], k.shape[2], starts, positions, window, rows):
         of, its = kernel.forward(piece.queries(q), piece.keys(k), piece.keys(v), window, scale)
         piece.queries(y).copy_(of)
@@ -243,7 +254,7 @@ def piece_attention_backward(
     """Gradients of q, k, v and, in fp32, of the sinks (H,); k's and v's are summed in fp32."""
     dq, dk, dv, of_sinks = _gradients(grad, q, k, v)
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
-    kernel, rows = _kernel(q, v, window)
+    kernel, rows = _kernel(q, window)
     for piece in _pieces(q.shape[0], k.shape[2], starts, positions, window, rows):
         g, of_y, of_lse = (piece.queries(x) for x in (grad, y, lse))
         of, *rest = kernel.backward(

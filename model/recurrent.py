@@ -140,7 +140,7 @@ def scan(
 class CausalConv(nn.Module):
     """A convolution of each channel over the last positions of its document.
 
-    Its channels are in groups, each with so many of several segments.
+    Channels are in groups; `sizes` are each segment's channels in a group.
     """
 
     def __init__(self, groups: int, sizes: list[int], kernel: int, bias: bool):

@@ -17,10 +17,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 # The version of a checkpoint's manifest, and what is said of another, or of a tensor in another order.
-SCHEMA_VERSION = 3
+MANIFEST_VERSION = 3
 EXPORT = "export it there (--init-from CHECKPOINT --export), and give the export to --init-from"
-OTHER_VERSION = f"is a checkpoint of another version; {EXPORT}"
-OTHER_ORDER = "has rows in another order: only one of both runs has TE's modules; use --init-from"
+OTHER_VERSION = f"is a checkpoint of another version of llm-train-bench; {EXPORT}"
+OTHER_ORDER = (
+    "has rows in another order: only one of the two runs has Transformer Engine's modules; "
+    "use --init-from"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,6 +91,16 @@ class Weight:
         return f"{self.path}.{self.kind}"
 
     @property
+    def group_sizes(self) -> list[int]:
+        """Rows of each segment in a group."""
+        return [rows // self.groups for rows in self.segments]
+
+    @property
+    def of_adapter(self) -> bool:
+        """Whether it belongs to an adapter (LoRA)."""
+        return self.kind in ("lora_a", "lora_b")
+
+    @property
     def is_matrix(self) -> bool:
         """Whether it is a linear layer's weight in a block, or one for each expert; no convolution."""
         inside = self.layer is not None and self.kind == "weight" and len(self.shape) > 1
@@ -266,8 +276,8 @@ def _recurrent(block: _Entries) -> None:
     block.add_linear("attn.out", config.hidden_size, value, bias=r.bias, split=COLUMNS)
 
 
-def _mlp(block: _Entries, module: str = "mlp", size: int = 0) -> None:
-    """An MLP with `size` elements of its activation, the config's if 0."""
+def _mlp(block: _Entries, module: str = "mlp", size: int | None = None) -> None:
+    """An MLP with `size` elements of its activation, by default the config's."""
     config, d, f = block.config, block.config.hidden_size, size or block.config.intermediate_size
     if config.gated_mlp:
         fused: dict[str, Any] = dict(segments=(f, f), groups=config.mlp_groups(f))

@@ -112,7 +112,8 @@ def test_experts_of_odd_sizes_are_computed_in_fp32():
     assert plan_of(emulated, config=shape, platform="cpu").work.amp == "off"
     assert plan_of(["x.json", "--seq-len", 16], config=config("qwen3_moe")).work.amp == "bf16"
     narrow = config("nemotron_h", moe_latent_size=12)  # what its experts see of a token
-    assert plan_of(["x.json", "--seq-len", 16], config=narrow).work.amp == "off"
+    plan = plan_of(["x.json", "--seq-len", 16], config=narrow)
+    assert plan.work.amp == "off" and "latent size 12" in plan.notes[0]
     with pytest.raises(UsageError, match="latent size 12 and expert size 24 must be multiples"):
         plan_of(words("x.json --seq-len 16 --amp bf16"), config=narrow)
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+import zlib
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ from llm_train_bench.apply.optimizer import learning_rate
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.model import stored
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import to_hf
 from llm_train_bench.parallel import ranks
@@ -30,7 +32,7 @@ from llm_train_bench.run.checkpoint import durable, lineage, saver
 from llm_train_bench.run.checkpoint.manifest import committed
 from tests import faults
 from tests.faults import steps_of
-from tests.helpers import ROOT, noted, only_result, read_steps, remark_texts, run_train
+from tests.helpers import ROOT, noted, only_result, read_steps, records_of, remark_texts, run_train
 
 NAMED = ["--save-every", 5, "--run-name", "r"]
 AUTO = [*NAMED, "--resume", "auto"]
@@ -76,7 +78,7 @@ def test_an_attempt_with_nothing_left_to_do_removes_older_checkpoints(tmp_path):
     shutil.copytree(place / kept[-1], place / "step-00000001")
     faults.run_here(argv)
     assert [path.name for path in faults.committed(place)] == kept and len(kept) == 2
-    (record,) = read_records([str(tmp_path)], print, LogFacts())  # the run keeps its speed
+    (record,) = records_of(tmp_path)  # the run keeps its speed
     assert record.label == "r" and record.tokens_per_sec and len(record.losses) == 22
 
 
@@ -236,7 +238,7 @@ def test_an_attempt_by_a_later_name_is_of_the_same_run(tmp_path):
     assert last["resumed_from"]["step"] == 10 and last["lineage"]["attempt"] == 2
     assert last["lineage"]["name"] == "r" and last["lineage"]["id"] == first["lineage"]["id"]
     assert steps_in(tmp_path / "r/checkpoints") == ["15", "20"]  # two are kept of all attempts
-    (record,) = read_records([str(tmp_path)], print, LogFacts())
+    (record,) = records_of(tmp_path)
     assert [step for step, _ in record.losses] == list(range(20))
     assert any("3 attempts of one run" in note for note in record.texts("information"))
 
@@ -267,7 +269,7 @@ def test_a_copy_under_another_name_goes_its_own_way(tmp_path):
         r = run_again(tmp_path, number, *flags, dies=dies, name="s", before=1)
         assert r["resumed_from"]["step"] == starts
     assert sorted(p.name for p in (tmp_path / "runs/r/checkpoints").iterdir()) == first
-    records = read_records([str(tmp_path / "runs")], print, LogFacts())
+    records = records_of(tmp_path / "runs")
     assert {r.label for r in records} == {"r", "s-restart2"}
 
 
@@ -301,13 +303,23 @@ def test_checkpoints_that_cannot_be_read_are_not_passed_over(what, tmp_path, cap
         place = tmp_path / "a/r-restart1/checkpoints"
     for path in place.glob("step-*/manifest.json"):
         text = path.read_text()
-        path.write_text(text[:-5] if what == "torn" else text.replace('"layout": "', '"x": "'))
+        old = json.loads(text)["manifest"] | {"schema_version": 2}
+        crc = zlib.crc32(json.dumps(old, sort_keys=True).encode())
+        path.write_text(
+            text[:-5] if what == "torn" else json.dumps({"crc32": crc, "manifest": old})
+        )
     assert train(tmp_path / "a", *AUTO) == 2
-    why = "is its disk mounted?" if what == "away" else "can be read ("
-    assert why in capsys.readouterr().err
+    why = dict(
+        away="is its disk mounted?", old="another version of llm-train-bench", torn="can be read ("
+    )
+    assert why[what] in capsys.readouterr().err
     assert [*(tmp_path / "a").iterdir()] == [place.parent]
     assert train(tmp_path / "b", "--resume", place) == 2
     assert what == "away" or "step-00000020: is left out" in capsys.readouterr().err
+    if what == "old":
+        newest = committed(place)[-1]
+        assert train(tmp_path / "c", "--init-from", newest) == 2
+        assert f"{newest}: {stored.OTHER_VERSION}" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(tmp_path):

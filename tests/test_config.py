@@ -150,7 +150,7 @@ def test_text_config_is_read(outer):
     whole |= dict(vision_config={"hidden_size": 8}, image_token_id=5, torch_dtype="bfloat16")
     read = parse_config(whole, "x.json")
     assert read.hash == parse_config(text | dict(tie_word_embeddings=False), "x.json").hash
-    left_out = "vision_config, image_token_id (left out: only text is trained)"
+    left_out = "vision_config, image_token_id (only text_config is read)"
     for config in (read, keep_first_layers(read, 1)):
         assert remark_on(config) == f"x.json: keys without effect: {left_out}"
     with pytest.raises(ConfigError, match=f'model_type "{outer}": not implemented'):

@@ -13,6 +13,7 @@ from torch.backends import cuda, mkldnn
 import compare
 import train
 from llm_train_bench.apply.compile import key_compiled_code
+from llm_train_bench.apply.kernels import select_attention
 from llm_train_bench.run import profiling
 from llm_train_bench.run.profiling import observed_in
 from llm_train_bench.trace.observed import fallbacks, observe
@@ -104,6 +105,19 @@ def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path
         calls = (2 * 4 + 1) * (1 if "forward" in flags else 3)
         assert sum(r["observed"]["matmuls"].values()) == calls
     assert r["attention_kernel"] == attention["forward"][0]
+
+
+@pytest.mark.parametrize(
+    ("amp", "hip", "changes", "kernel"),
+    [("bf16", None, {}, "flash"), ("off", None, {}, "math"), ("bf16", "6.4", {}, "math"),
+     ("bf16", None, {"head_dim": 288}, "math"), ("bf16", "6.4", {"sliding_window": None}, "flash")],
+)  # fmt: skip
+def test_the_kernel_of_windows_and_sinks_on_a_gpu(amp, hip, changes, kernel, monkeypatch):
+    """FlashAttention has no heads above 256 elements, no fp32, and on AMD no windows."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    shape = helpers.config("gpt_oss", **changes)
+    work = plan_of(["x.json", "--seq-len", 32, "--amp", amp], config=shape).work
+    assert select_attention(work, torch.device("cuda")) == kernel
 
 
 def test_kernels_that_were_not_asked_for_make_a_run_invalid(tmp_path, monkeypatch, output_of):

@@ -27,6 +27,7 @@ from llm_train_bench.formulas.work import Recompute
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.init import materialize
+from llm_train_bench.model.stored import OTHER_ORDER
 from llm_train_bench.model.transformer import Block, Transformer
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.settings.flags import OptimizerFlags
@@ -320,7 +321,7 @@ def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_
     assert helpers.only_result(tmp_path / "te")["fp8"]["n_linear_layers"] == 8
 
 
-def test_te_starts_from_weights_of_plain_runs_and_these_from_its_own(te_in_place, tmp_path):
+def test_te_starts_from_weights_of_plain_runs_and_these_from_its_own(te_in_place, tmp_path, capsys):
     """From a checkpoint as from an export; only LayerNormMLP has all gates before up."""
     argv = ["tests/configs/qwen3.json", *TINY[1:], "--lr", "1e-2", "--lr-warmup-steps", "0"]
     kinds = {"plain": [], "te": ["--linear", "te"]}
@@ -334,6 +335,16 @@ def test_te_starts_from_weights_of_plain_runs_and_these_from_its_own(te_in_place
                 trained(out, argv, more, "--amp off --init-from", path)
                 losses.append(read_steps(out)[0]["loss"])
             assert losses[0] == pytest.approx(losses[1], rel=1e-6), path
+    flags = [
+        "--amp",
+        "off",
+        "--resume",
+        tmp_path / "te/first/checkpoints",
+        "--output-dir",
+        tmp_path,
+    ]
+    assert helpers.run_train(*argv, *flags, "--n-steps", "4") == 2
+    assert OTHER_ORDER in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])

@@ -11,6 +11,7 @@ from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.onednn import use_onednn
+from llm_train_bench.model.piece_attention import piece_kernel
 from llm_train_bench.model.transformer import Transformer
 
 KERNELS = ("flash", "cudnn", "efficient", "math")
@@ -30,8 +31,10 @@ def select_attention(work: Work, device: torch.device) -> str | None:
     cuda.enable_math_sdp("math" in allowed)
     if kernel.masked == "flex":
         return "flex"
-    if work.masked:  # model/piece_attention.py calls a kernel itself
-        return "math" if device.type == "cuda" and work.amp == "off" else "flash"
+    if work.masked:
+        config, dtype = work.config, AMP_DTYPES[work.amp]
+        size = max(config.head_dim, config.value_dim)
+        return piece_kernel(device, dtype, size, work.windowed).name
     if kernel.causal in KERNELS:
         _probe(work, device)
     return "blocks" if kernel.causal == "blocks" else _chosen_kernel(work, device)

@@ -51,14 +51,9 @@ class Owned(NamedTuple):
         """(out, in), of all layers that are fused in it."""
         return cast(tuple[int, int], self.weight.shape[-2:])
 
-    @property
-    def flops(self) -> int:
-        """FLOPs of the iteration, for each fused layer by itself."""
-        return sum(muon_flops(rows, self.shape[1]) for rows in self.weight.segments)
-
 
 class Piece(NamedTuple):
-    """A rank's shard of it, and the number of the expert among the rank's own."""
+    """A rank's shard of an `Owned`; `number` is that of the expert among the rank's own."""
 
     of: Owned
     shard: Shard
@@ -114,9 +109,9 @@ class Exchange:
             dist.all_gather_object(by_rank, own, group=self.group)
         every = {piece.of for rank in by_rank for piece in rank}
         owners, work = {}, [0] * self.ranks
-        for owned in sorted(every, key=lambda o: (-o.flops, o.weight.name, o.expert)):
+        for owned in sorted(every, key=lambda o: (-muon_flops(o.weight), o.weight.name, o.expert)):
             owners[owned] = work.index(min(work))
-            work[owners[owned]] += owned.flops
+            work[owners[owned]] += muon_flops(owned.weight)
         self.owned = [owned for owned, rank in owners.items() if rank == self.rank]
         self.own = sorted(own, key=lambda piece: owners[piece.of])
         by_rank = [[p for p in rank if owners[p.of] == self.rank] for rank in by_rank]
@@ -165,8 +160,7 @@ class Exchange:
 
 def fused_matrices(weight: Weight, rows: Tensor) -> tuple[Tensor, ...]:
     """Views (groups, rows of a group, in) of the layers that are fused in a parameter (out, in)."""
-    sizes = [size // weight.groups for size in weight.segments]
-    return rows.unflatten(0, (weight.groups, -1)).split(sizes, dim=1)
+    return rows.unflatten(0, (weight.groups, -1)).split(weight.group_sizes, dim=1)
 
 
 def pieces(layout: Layout, weight: Weight, parameter: Any) -> list[Piece]:

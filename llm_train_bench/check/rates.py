@@ -57,7 +57,7 @@ def fp8_matmul(m: int, n: int, k: int, _: str, device: torch.device, fast: bool 
 
 
 def rate(run: Call, work: float, seconds: float, device: torch.device) -> tuple[float, float]:
-    """(best, median) work per second of batches of calls over some seconds; a call does so much."""
+    """(best, median) work per second, over batches of calls that last `seconds`; a call does `work`."""
     numbers = itertools.count()
 
     def mean_of(n: int) -> float:

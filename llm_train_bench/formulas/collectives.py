@@ -84,7 +84,7 @@ def _fsdp_bytes_of(work: Work, part: RankWeight) -> tuple[int, int, int]:
     fp8 = work.fp8
     if fp8 and fp8.all_gather and weight.is_matrix and weight.module in fp8.layers:
         width = 1
-    learns = not work.lora or weight.kind in ("lora_a", "lora_b")
+    learns = not work.lora or weight.of_adapter
     reduced = size * work.reduce_bytes * (work.trains and learns)
     replicated = reduced // part.mesh * (work.parallelism.dp_replicate > 1)
     return (size * width, reduced, replicated) if part.mesh > 1 else (0, 0, replicated)

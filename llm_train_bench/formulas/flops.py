@@ -74,10 +74,13 @@ def recurrent_flops_per_token(
 ITERATIONS = 5
 
 
-def muon_flops(rows: int, columns: int) -> int:
-    """FLOPs to orthogonalise one matrix: two products with its smaller square, and that squared."""
-    small, large = sorted((rows, columns))
-    return ITERATIONS * (4 * small * small * large + 2 * small**3)
+def muon_flops(weight: Weight) -> int:
+    """FLOPs to orthogonalise a matrix, or that of one expert; each fused layer by itself.
+
+    Of a layer: two products with its smaller square, and that squared.
+    """
+    sides = (sorted((rows, weight.shape[-1])) for rows in weight.segments)
+    return ITERATIONS * sum(4 * small * small * large + 2 * small**3 for small, large in sides)
 
 
 def flops_per_token(

@@ -429,7 +429,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
         if work.masked:  # values and outputs as wide as queries
             numbers += 2 * (a - values)
         return numbers * work.gathered_tokens, other * work.gathered_tokens
-    fused, rotated = a + 2 * kv, config.qk_norm or not config.learned_positions
+    fused, rotated = a + 2 * kv, config.qk_norm or config.layers[layer].rope is not None
     if config.qk_norm:
         other += 4 * (heads + work.kv_heads)
     if config.whole_qk_norm:
@@ -527,7 +527,8 @@ def _passing_activations(work: Work, layer: int) -> float:
     if experts is not None:
         mlp += 2 * config.hidden_size
         more = _sums_passing(work)
-    attention = (a + 2 * kv) + (0 if config.learned_positions else a + kv) + a + _blocks_kept(work)
+    rotated = 0 if config.layers[layer].rope is None else a + kv
+    attention = (a + 2 * kv) + rotated + a + _blocks_kept(work)
     passing = max(mlp * tokens, attention * work.gathered_tokens)
     return work.matmul_bytes * (3 * config.hidden_size * work.own_tokens + passing) + more
 

@@ -165,7 +165,7 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
 
 
 def _learnt(work: Work) -> list[Weight]:
-    """Parameters whose gradients DDP reduces, but for vectors."""
+    """Parameters whose gradients DDP reduces, without vectors."""
     every = work.lora.weights if work.lora else work.config.weights.values()
     return [weight for weight in every if len(weight.shape) > 1]
 
@@ -221,9 +221,8 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
     c, config, flops = gpu.constants, work.config, 0
     for same in alike(work, work.layers_of(0)):
         for weight in config.matrices(same[0]):
-            rows, columns = weight.shape[-2:]
             number = weight.shape[0] if weight.of_experts else 1
-            flops += len(same) * number * muon_flops(rows, columns)
+            flops += len(same) * number * muon_flops(weight)
     rate = _bf16_tflops(gpu) * 1e12 * c.level * c.sustained
     ranks = work.parallelism.shards if work.fsdp else 1
     size = 2 * muon_numbers(work, 0) if ranks > 1 else 0.0

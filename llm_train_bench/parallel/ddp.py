@@ -36,14 +36,15 @@ class Zero1(torch.optim.Optimizer):
 
     def __init__(self, model: Transformer, flags: OptimizerFlags, device: torch.device):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.tensor import Shard as Placement
+        from torch.distributed.tensor import distribute_tensor
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self.shares: dict[Tensor, Any] = {}  # by the parameters whose rows they have
         named = {}
         learnt = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, parameter in learnt.items():
-            rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            rows = distribute_tensor(parameter.detach(), mesh, [Placement(0)], src_data_rank=None)
             named[name] = self.shares[parameter] = nn.Parameter(rows)
         self.inner = optimizer_of(named, flags)
         self.param_groups = self.inner.param_groups

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard as Placement
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -51,8 +51,8 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     common["reshard_after_forward"] = options.reshard
 
     def shard(module: nn.Module, mesh: DeviceMesh, **changed: Any) -> FSDPModule:
-        def placement(parameter: nn.Parameter) -> Shard:
-            return Shard(sharded_dimension(parameter.shape, mesh.shape[-1]))
+        def placement(parameter: nn.Parameter) -> Placement:
+            return Placement(sharded_dimension(parameter.shape, mesh.shape[-1]))
 
         return fully_shard(module, mesh=mesh, shard_placement_fn=placement, **common | changed)
 
@@ -129,7 +129,7 @@ def materialize_shards(
         full = torch.empty(weight.shape, dtype=parameter.dtype, device=device)
         fill(full, weight, seed, pretrained)
         own = shard_of_whole(weight, model.layout, parameter)
-        (parameter.to_local() if is_sharded(parameter) else parameter).copy_(full[own.shard.slices])
+        own.local.copy_(full[own.shard.slices])
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ from llm_train_bench.run.signals import ENDING, Heard, signal_said
 class HangWatch:
     """Calls `end` from a thread if the main thread hangs, with an error and its time (`time.time()`).
 
-    It hangs if a step lasts too long, or if it does not close this soon after a signal, or after
-    `broken` has said what is wrong with the collectives. Must be made in the main thread.
+    The main thread hangs if a step lasts too long. It also hangs if it does not call `close` soon after
+    a signal, or soon after `broken` reports an error of the collectives. Make this in the main thread.
     """
 
     PATIENCE_S = 3.0  # torchrun's agent kills after 30

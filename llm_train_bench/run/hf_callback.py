@@ -37,12 +37,12 @@ SETTINGS = """
 accelerator_config adam_beta1 adam_beta2 adam_epsilon auto_find_batch_size
 average_tokens_across_devices dataloader_drop_last dataloader_in_order
 dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
-dataloader_pin_memory dataloader_prefetch_factor ddp_broadcast_buffers ddp_bucket_cap_mb
+dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
 ddp_find_unused_parameters ddp_static_graph debug deepspeed fsdp fsdp_config full_determinism
-gradient_checkpointing_kwargs label_smoothing_factor liger_kernel_config lr_scheduler_kwargs
-lr_scheduler_type neftune_noise_alpha optim_args optim_target_modules seed skip_memory_metrics tf32
-torch_compile_backend torch_compile_mode torch_empty_cache_steps train_sampling_strategy use_cache
-use_liger_kernel weight_decay
+gradient_checkpointing_kwargs include_num_input_tokens_seen label_smoothing_factor
+liger_kernel_config lr_scheduler_kwargs lr_scheduler_type neftune_noise_alpha optim_args
+optim_target_modules seed skip_memory_metrics tf32 torch_compile_backend torch_compile_mode
+torch_empty_cache_steps train_sampling_strategy use_cache use_liger_kernel weight_decay
 """.split()
 
 
@@ -85,7 +85,7 @@ class HFMeterCallback(TrainerCallback):
         self.tokens, self.n_labels = 0, None
         self.running = contextlib.ExitStack()
         self.group: Any = None
-        if meter.ranks.world > 1:  # NCCL would wait for the GPU
+        if meter.ranks.world > 1 and meter.tokens_per_step is None:  # NCCL would wait for the GPU
             self.group = dist.new_group(backend="gloo")
             self.running.callback(dist.destroy_process_group, self.group)
         self.meter = self.running.enter_context(meter)
@@ -183,7 +183,7 @@ def _find_obstacle(args: TrainingArguments, model: nn.Module) -> str | None:
 
 
 def _why_flops_are_unknown(model: nn.Module) -> str | None:
-    """Why a training of this model is not that of its config's causal language model; None if it is."""
+    """Why the FLOPs of `model.config` are not those of this training; None if they are."""
     config: Any = getattr(model, "config", None)
     try:
         expected = count_parameters(parse_config(config.to_dict(), type(model).__name__))
@@ -198,9 +198,9 @@ def _why_flops_are_unknown(model: nn.Module) -> str | None:
 
 
 def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
-    """What tells this run from others: its arguments, where it can be by the names of our own flags.
+    """The training arguments that tell this run from others, by our flags' names where there are such.
 
-    Those that a subclass of TrainingArguments adds are all settings, as of trl.
+    Arguments that a subclass adds, as in trl, count too, except names that look secret.
     """
     told = args.to_dict()
     added = told.keys() - TrainingArguments.__dataclass_fields__.keys() - set(OWN_ARGS)

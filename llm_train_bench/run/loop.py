@@ -25,7 +25,7 @@ from llm_train_bench.results.result_files import seconds_alive
 from llm_train_bench.run.checkpoint.saver import Saver
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.life import Run
-from llm_train_bench.run.profiling import build_capture, observed_in, traced
+from llm_train_bench.run.profiling import NOT_OBSERVED, build_capture, observed_in, traced
 from llm_train_bench.trace.read_trace import Trace
 
 if TYPE_CHECKING:  # only train_pp.py needs PyTorch's pipelining
@@ -130,7 +130,7 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
         with traced(run, look):
             step_fn(schedule.total, OBSERVE)
     except Exception as error:
-        run.result.remark(f"the kernels that ran were not observed: {classify(error).text}")
+        run.result.remark(f"{NOT_OBSERVED}: {classify(error).text}")
     finally:
         run.end_steps()
 

@@ -43,7 +43,7 @@ from llm_train_bench.results.result_files import command_began, now, this_proces
 from llm_train_bench.results.schema import METER_LENGTH, Lineage, ModelInfo, Result, StepSize
 from llm_train_bench.run import provenance
 from llm_train_bench.run.failures import classify
-from llm_train_bench.run.profiling import start_together, traced
+from llm_train_bench.run.profiling import NOT_OBSERVED, start_together, traced
 from llm_train_bench.run.record import RunRecord
 from llm_train_bench.settings.flags import OutputFlags, TrackerName
 from llm_train_bench.trace.observed import fallbacks, observe, sequence_lengths
@@ -56,7 +56,6 @@ LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
 # The states of a meter.
 NEW, BETWEEN, IN_STEP = "not entered", "between two steps", "inside a step"
 IN_PART, ENDED = "inside a part", "at its end"
-NOT_OBSERVED = "the kernels that ran were not observed"
 # The meter that is open in this process.
 _OPEN: "weakref.WeakSet[Meter]" = weakref.WeakSet()
 

@@ -30,6 +30,7 @@ from llm_train_bench.trace.observed import Observed, fallbacks, observe
 from llm_train_bench.trace.read_trace import Trace, read_trace
 
 Draw = Callable[[str], contextlib.AbstractContextManager]
+NOT_OBSERVED = "the kernels that ran were not observed"
 
 
 def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCapture"]:

@@ -1,7 +1,7 @@
 """The plan of a run: what flags, config and world mean together, resolved once. Needs no torch.
 
 Every entrypoint, estimate.py and each cell of a sweep make it in one call. It refuses what does not
-fit together. Memory it judges for --bsz auto alone.
+fit together. It judges memory only for --bsz auto.
 """
 
 import contextlib
@@ -184,7 +184,7 @@ def make_plan(
         fp8=resolve_fp8_layers(args, work, platform),
     )
     check_dealing(work)
-    notes = note_slow_format(amp, platform, asked=args.amp)
+    notes = note_slow_format(args, amp, config, platform)
     args = dataclasses.replace(args, amp=amp)
     return Plan(script, args, platform, work, schedule, packing, notes)
 
@@ -200,12 +200,27 @@ def check_dealing(work: Work) -> None:
         )
 
 
-def note_slow_format(amp: str, platform: Platform, asked: str) -> tuple[str, ...]:
-    """A note on a format that this machine's CPU has no instructions for, if any."""
+def note_slow_format(
+    args: Args, amp: str, config: ModelConfig, platform: Platform
+) -> tuple[str, ...]:
+    """A note on a format that is slow here: a CPU has no instructions for it, or widths need fp32."""
+    if platform != "cpu" and args.amp == "auto" and amp == "off":
+        unfit = find_unfit_rows(config, "bf16")
+        return (f"--amp auto is off: {unfit}",) if unfit else ()
     if platform != "cpu" or amp not in MULTIPLY or cpu_multiplies(amp):
         return ()
-    use = "; use --amp auto" if asked == amp else ""
+    use = "; use --amp auto" if args.amp == amp else ""
     return (f"{amp}: {SLOW_FORMAT}{use}",)
+
+
+def find_unfit_rows(config: ModelConfig, amp: str) -> str | None:
+    """Why rows of experts do not fill the 16 bytes that grouped matmuls load; None if they do."""
+    e = config.experts
+    if e is None or math.gcd(config.hidden_size, e.size, e.latent or 0) % ROW_UNITS[amp] == 0:
+        return None
+    latent = f", latent size {e.latent}" if e.latent else ""
+    sizes = f"hidden size {config.hidden_size}{latent} and expert size {e.size}"
+    return f"{sizes} must be multiples of {ROW_UNITS[amp]} under --amp {amp}; change the config"
 
 
 def resolve_amp(
@@ -216,8 +231,6 @@ def resolve_amp(
     Without `native` it is that of current GPUs, or of this machine's CPU. FP8 and Transformer Engine
     need bf16. UsageError for experts whose rows do not fill the 16 bytes that grouped matmuls load.
     """
-    e = config.experts
-    widths = math.gcd(config.hidden_size, e.size, e.latent or 0) if e else 0
     amp = args.amp
     if amp == "auto":
         has_bf16 = platform != "cpu" or cpu_multiplies("bf16")
@@ -228,13 +241,9 @@ def resolve_amp(
             formats = ("off", "bf16")
         choices = [dataclasses.replace(args, amp=name) for name in formats]
         allowed = [a.amp for a in choices if not broken_rule(a, script)]
-        amp = next((name for name in allowed if widths % ROW_UNITS[name] == 0), formats[0])
-    if e and widths % (unit := ROW_UNITS[amp]):
-        latent = f", latent size {e.latent}" if e.latent else ""
-        raise UsageError(
-            f"{config.path}: hidden size {config.hidden_size}{latent} and expert size {e.size} "
-            f"must be multiples of {unit} under --amp {amp}; change the config"
-        )
+        amp = next((name for name in allowed if not find_unfit_rows(config, name)), formats[0])
+    if unfit := find_unfit_rows(config, amp):
+        raise UsageError(f"{config.path}: {unfit}")
     return amp
 
 
@@ -467,8 +476,8 @@ def _must_divide(flag: str, value: int, what: str, *sizes: int, least: int = 1) 
 def choose_attention_kernel(name: str, work: Work, platform: Platform) -> AttentionKernel:
     """The kernels that --attention means for a step; UsageError for what cannot serve.
 
-    `auto` stays, or becomes `blocks`: up to its limit the probabilities that those keep are a third of
-    what else a block keeps.
+    `auto` becomes `blocks` for short samples on a CPU: there the kept probabilities are at most a third
+    of what else a block keeps.
     """
     config, on_cpu = work.config, platform == "cpu"
     special = "sliding windows, sinks, --pack and keys gathered by --cp"

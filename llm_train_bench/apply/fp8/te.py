@@ -104,7 +104,7 @@ def import_te(device: torch.device, flag: str) -> types.ModuleType:
         if torch.version.hip:
             get = "take an image with ROCm's build of it (rocm/primus)"
         raise UsageError(
-            f"{flag}: Transformer Engine cannot be imported: {reason}; {get}, or use --fp8-backend "
+            f"{flag}: needs Transformer Engine 2.9 or newer: {reason}; {get}, or use --fp8-backend "
             "torchao"
         ) from None
 

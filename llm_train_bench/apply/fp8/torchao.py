@@ -114,7 +114,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
     fp8 = present(work.fp8)
     if not fp8.emulated:
         _check_device(device, fp8.recipe)
-    if any(module.startswith("mlp.experts.") for module in fp8.layers):
+    if any(w.of_experts and w.module in fp8.layers for w in work.config.weights.values()):
         _check_version(torchao.__version__)
     # One for all layers: the compiler would compile anew for another.
     product: Any = functools.partial(grouped_product, fp8.emulated)
@@ -226,7 +226,7 @@ def _check_version(version: str) -> None:
     """UsageError where torchao lacks the prototypes."""
     if TorchVersion(version) < PROTOTYPES:
         raise UsageError(
-            f"--use-fp8: torchao {version} has no matmuls of experts; {PROTOTYPES} has"
+            f"--use-fp8: torchao {version} has no matmuls of experts; {PROTOTYPES} or newer is needed"
         )
 
 

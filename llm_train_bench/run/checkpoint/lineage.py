@@ -77,7 +77,7 @@ def lineage_in(run: Path) -> Lineage | None:
 
 
 def last_attempt(output_dir: Path, name: str) -> Lineage | None:
-    """The newest attempt of a run that has this name, or of which an attempt has it.
+    """The newest attempt of the run that `name` names: the run itself, or one of its attempts.
 
     UsageError where the attempts saved in a directory that is not there.
     """
@@ -91,7 +91,7 @@ def last_attempt(output_dir: Path, name: str) -> Lineage | None:
             raise UsageError(
                 f"{link}: leads to {link.resolve()}, which is not there; is its disk mounted?"
             )
-        # Restarts of an earlier run of this name, whose own directory is gone, are none of this one.
+        # An earlier run had this name, and its directory is gone: its restarts are not of this run.
         if lineage and lineage.name == name and lineage.id == (first or lineage).id:
             last = lineage
     return last
@@ -158,7 +158,7 @@ def _begin_attempt(plan: Plan) -> Attempt:
     else:
         lineage = Lineage(id=uuid.uuid4().hex, name=name, attempt=0, began=now, started=now)
     while resumes and (top / directory_of(lineage)).exists():
-        # Of an attempt that did not come so far as to tell, or of another run.
+        # The directory of another run, or of an attempt that ended before it wrote a result.
         lineage = lineage.model_copy(update={"attempt": lineage.attempt + 1})
     attempt = Attempt(lineage, top / directory_of(lineage), flags.save_every > 0)
     if resumes:

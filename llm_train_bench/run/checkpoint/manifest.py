@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
-from llm_train_bench.model.stored import OTHER_VERSION, SCHEMA_VERSION, StoredShard
+from llm_train_bench.model.stored import MANIFEST_VERSION, OTHER_VERSION, StoredShard
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.run.checkpoint.durable import Files, checksum, failure_of
 from llm_train_bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind, present_flags
@@ -55,7 +55,7 @@ class StoredData(StoredFile):
 class Manifest(Strict):
     """A committed checkpoint; tensors are named p/NAME, and KEY/NAME for the optimizer's KEY."""
 
-    schema_version: Literal[3] = SCHEMA_VERSION
+    schema_version: Literal[3] = MANIFEST_VERSION
     run: str
     step: int
     layout: str
@@ -89,7 +89,7 @@ def read_manifest(directory: Path) -> Manifest:
     if zlib.crc32(body.encode()) != content["crc32"]:
         raise ValueError("the manifest's checksum is wrong")
     stored = content["manifest"]
-    if isinstance(stored, dict) and stored.get("schema_version") != SCHEMA_VERSION:
+    if isinstance(stored, dict) and stored.get("schema_version") != MANIFEST_VERSION:
         raise ValueError(OTHER_VERSION)
     try:
         manifest = Manifest.model_validate(stored)

@@ -13,7 +13,7 @@ from llm_train_bench.apply.sharded import LocalShard, is_sharded, local_shard, s
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.stored import DTYPES, OTHER_ORDER, StoredShard, read_block
-from llm_train_bench.model.weights import Shard, Weight
+from llm_train_bench.model.weights import Shard, Weight, part_of
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather
 from llm_train_bench.run.checkpoint.manifest import Manifest
 
@@ -59,7 +59,7 @@ def own_share(
     local, (offsets, sizes), copies, copy = held_shard(model, weight, tensor, ranks)
     if not sizes:
         return (local, StoredShard(file, Shard((), ()))) if copy == 0 else None
-    first, last = (sizes[0] * i // copies for i in (copy, copy + 1))
+    first, last = part_of(sizes[0], copies, copy)
     if first == last or not local.numel():
         return None
     shard = Shard((offsets[0] + first, *offsets[1:]), (last - first, *sizes[1:]))
