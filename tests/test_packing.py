@@ -160,7 +160,7 @@ def test_no_mask_is_larger_than_4096_squared():
     length, chunk = 2**20, 2**20 // 32
     positions = torch.cat((torch.arange(chunk), torch.arange(length - chunk, length)))
     for window in (0, 128, 4096, 2**17):
-        rows = piece_attention._kernel(torch.empty(1), torch.empty(1), window)[1]
+        rows = piece_attention._kernel(torch.empty(1), window)[1]
         pieces = piece_attention._pieces(1, length, None, positions, window, rows)
         sizes = [(p.n, p.first + p.n - p.low) for p in itertools.islice(pieces, 4)]
         with FakeTensorMode(), Look():
