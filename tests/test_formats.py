@@ -193,7 +193,7 @@ def test_a_gathered_input_is_gathered_beside_a_product():
 
 
 def test_an_older_torchao_is_refused_for_what_it_lacks():
-    with pytest.raises(UsageError, match=r"torchao 0.15.0 has no matmuls of experts; 0.18 or newer"):
+    with pytest.raises(UsageError, match=r"torchao 0.15.0 has no matmuls of experts; 0.18 or"):
         torchao._check_version("0.15.0")
     torchao._check_version("0.18.0+cpu")
     torchao._check_version("1.0.0")
