@@ -75,10 +75,8 @@ ITERATIONS = 5
 
 
 def muon_flops(weight: Weight) -> int:
-    """FLOPs to orthogonalise a matrix, or that of one expert; each fused layer by itself.
-
-    Of a layer: two products with its smaller square, and that squared.
-    """
+    """FLOPs to orthogonalise a matrix, or that of one expert; each fused layer by itself."""
+    # Two products with the smaller square, and that squared.
     sides = (sorted((rows, weight.shape[-1])) for rows in weight.segments)
     return ITERATIONS * sum(4 * small * small * large + 2 * small**3 for small, large in sides)
 
