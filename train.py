@@ -24,8 +24,7 @@ from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint.lineage import resolve_attempt
-from llm_train_bench.run.checkpoint.saver import build_saver
+from llm_train_bench.run.checkpoint.attempt import resolve_start
 from llm_train_bench.run.launch import launch
 from llm_train_bench.run.life import Run
 from llm_train_bench.settings.plan import Plan
@@ -43,8 +42,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     fp8 = apply_fp8(model, work, device)
     pretrained = check_pretrained(work.config, args.init_from)
 
-    plan, attempt = resolve_attempt(plan, ranks)
-    with Run(plan, attempt, device, ranks, fp8, kernel) as run:
+    plan, start = resolve_start(plan, ranks)
+    with Run(plan, start, device, ranks, fp8, kernel) as run:
         apply_weight_formats(model, work)
         apply_kernels(model, work, run.choose_linear())
         apply_recompute(model, work.recompute, fp8, work.compiled)
@@ -52,7 +51,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         apply_offload(model, work.offload, device)
         materialize(model, device, args.seed, pretrained)
         optimizer = build_optimizer(model, plan.optimizer)
-        saver = build_saver(run, model, optimizer)
+        saver = loop.build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch)
         micro_batches = batches(data, samples, device, args.n_workers)
         passes = loop.build_passes(run, model, micro_batches)

@@ -24,8 +24,7 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ddp import ReplicaLayout, apply_ddp, replica_optimizer
 from llm_train_bench.parallel.ranks import Ranks, join
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint.lineage import resolve_attempt
-from llm_train_bench.run.checkpoint.saver import build_saver
+from llm_train_bench.run.checkpoint.attempt import resolve_start
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.life import Run
 from llm_train_bench.settings.plan import Plan
@@ -45,8 +44,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     pretrained = check_pretrained(work.config, args.init_from)
     join(ranks, device, args.dist_timeout)
 
-    plan, attempt = resolve_attempt(plan, ranks)
-    with Run(plan, attempt, device, ranks, fp8, kernel) as run:
+    plan, start = resolve_start(plan, ranks)
+    with Run(plan, start, device, ranks, fp8, kernel) as run:
         apply_weight_formats(model, work)
         apply_kernels(model, work, run.choose_linear())
         apply_recompute(model, work.recompute, fp8, work.compiled)
@@ -55,7 +54,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         materialize(model, device, args.seed, pretrained)
         ddp = apply_ddp(model, work, device)
         optimizer = replica_optimizer(model, plan.optimizer, work, device)
-        saver = build_saver(run, model, optimizer)
+        saver = loop.build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, ranks.rank)
         micro_batches = batches(data, samples, device, args.n_workers)
         passes = loop.build_passes(run, ddp, micro_batches, ddp.no_sync)

@@ -25,8 +25,7 @@ from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, no_syn
 from llm_train_bench.parallel.layout import RankLayout
 from llm_train_bench.parallel.ranks import Ranks, join
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint.lineage import resolve_attempt
-from llm_train_bench.run.checkpoint.saver import build_saver
+from llm_train_bench.run.checkpoint.attempt import resolve_start
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.life import Run
 from llm_train_bench.settings.plan import Plan
@@ -46,8 +45,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     pretrained = check_pretrained(work.config, args.init_from)
     join(ranks, device, args.dist_timeout, work.cpu_offload)
 
-    plan, attempt = resolve_attempt(plan, ranks)
-    with Run(plan, attempt, device, ranks, fp8, kernel) as run:
+    plan, start = resolve_start(plan, ranks)
+    with Run(plan, start, device, ranks, fp8, kernel) as run:
         apply_weight_formats(model, work)
         apply_kernels(model, work, run.choose_linear())
         apply_recompute(model, work.recompute, fp8, work.compiled)
@@ -56,7 +55,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         apply_fsdp(model, layout.connect(device, args.dist_timeout), work)
         materialize_shards(model, device, args.seed, pretrained, work.cpu_offload)
         optimizer = build_optimizer(model, plan.optimizer)
-        saver = build_saver(run, model, optimizer)
+        saver = loop.build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, layout.data_rank)
         micro_batches = batches(data, samples, device, args.n_workers)
         passes = loop.build_passes(run, model, micro_batches, no_sync(model, work))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pickle
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
@@ -19,12 +20,6 @@ from llm_train_bench.model.families import FAMILIES
 from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings
-from llm_train_bench.model.stored import (
-    MANIFEST_VERSION,
-    OTHER_VERSION,
-    StoredShard,
-    read_block,
-)
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import Shard, Weight
 
@@ -120,7 +115,7 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     directory = Path(directory)
     with torch.device("meta"):
         model = Transformer(config, 1)
-    if (directory / "manifest.json").exists():
+    if (directory / "facts.json").exists():
         return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
         other = load_config(directory, config.vocab_multiple, config.first_layers)
@@ -186,39 +181,35 @@ def _further(config: ModelConfig, name: str, index: Container[str]) -> bool:
 
 def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
     """What reads each parameter from a checkpoint of ours, whose tensors have our names and layouts."""
+    from llm_train_bench.model.stored import Part, read_parts, stored_tensors  # takes a second
+
+    def read(name: str, groups: int, weight: Weight) -> Tensor:
+        value = torch.empty(weight.shape)
+        whole = Shard((0,) * value.ndim, weight.shape)
+        read_parts(directory, {name: Part(value, whole, weight.shape)})
+        if groups != weight.groups:  # the same rows in another order
+            stored = torch.cat(segment_rows(dataclasses.replace(weight, groups=groups)))
+            value[torch.cat(segment_rows(weight))] = value[stored]
+        return value
+
     readers = {}
     try:
-        manifest = parse_json((directory / "manifest.json").read_text())["manifest"]
-        if manifest["schema_version"] != MANIFEST_VERSION:
-            raise ConfigError(f"{directory}: {OTHER_VERSION}")
-        stored = manifest["tensors"]
+        groups = parse_json((directory / "facts.json").read_text())["facts"]["groups"]
+        stored = stored_tensors(directory)
         for weight, parameter in model.weights():
-            name = weight.name
-            if (tensor := stored.get(f"p/{name}")) is None:
-                raise ConfigError(f"{directory}: has no {name}; is it a checkpoint of that model?")
-            if (shape := list(tensor["shape"])) != list(parameter.shape):
-                raise _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
-            parts = [StoredShard(part["file"], Shard(*part["shard"])) for part in tensor["parts"]]
-            whole = Shard((0,) * len(shape), tuple(shape))
-            read = functools.partial(
-                read_block, directory, f"p/{name}", parts, whole, torch.float32
-            )
-            readers[name] = functools.partial(_regroup, read, tensor["groups"])
+            if (tensor := stored.get(f"p/{weight.name}")) is None:
+                raise ConfigError(
+                    f"{directory}: has no {weight.name}; is it a checkpoint of that model?"
+                )
+            if (shape := list(tensor.size)) != list(parameter.shape):
+                raise _misfit(f"{directory}: {weight.name}", shape, model.config, parameter.shape)
+            order = groups.get(weight.name, 1)
+            readers[weight.name] = functools.partial(read, f"p/{weight.name}", order)
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise ConfigError(f"{directory}: is no checkpoint of this model: {error!r}") from None
     return readers
-
-
-def _regroup(read: Callable[[], Tensor], groups: int, weight: Weight) -> Tensor:
-    """What `read` returns with its rows in so many groups, in the order of the row `weight`."""
-    value = read()
-    if groups == weight.groups:
-        return value
-    stored = torch.cat(segment_rows(dataclasses.replace(weight, groups=groups)))
-    value[torch.cat(segment_rows(weight))] = value[stored]
-    return value
 
 
 def _read(parts: list[_Stored], weight: Weight) -> Tensor:

@@ -1,76 +1,88 @@
-"""Tensors that lie in parts in several safetensors files: writing a file, reading any block of one."""
+"""Parts of tensors, as torch.distributed.checkpoint plans, writes and reads them."""
 
-import dataclasses
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from llm_train_bench.model.weights import Shard
 
-DTYPES = dict(F64=torch.float64, F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)
-DTYPES |= dict(U8=torch.uint8, I64=torch.int64)
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# What PyTorch pickles into a checkpoint's metadata. The file of a stranger could name any function.
+PICKLED = """_StorageInfo BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex Size StorageMeta
+    TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING _get_layout""".split()
 
 
-# The version of a checkpoint's manifest, and what is said of another, or of a tensor in another order.
-MANIFEST_VERSION = 3
-EXPORT = "export it there (--init-from CHECKPOINT --export), and give the export to --init-from"
-OTHER_VERSION = f"is a checkpoint of another version of llm-train-bench; {EXPORT}"
-OTHER_ORDER = (
-    "has rows in another order: only one of the two runs has Transformer Engine's modules; "
-    "use --init-from"
-)
+class Part(NamedTuple):
+    """A rank's part of a tensor: its values, their place in the whole, and the shape of the whole."""
 
-
-@dataclasses.dataclass(frozen=True)
-class StoredShard:
-    """A shard of a tensor, and the file that has it."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (it is part of a manifest's schema)
-
-    file: str
+    values: Tensor
     shard: Shard
+    shape: tuple[int, ...]
 
+    def size(self) -> torch.Size:
+        """The shape of the whole, which must be that of what is read."""
+        return torch.Size(self.shape)
 
-def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The content of a safetensors file, piece by piece, without a second copy of the tensors (CPU)."""
-    header, position = {}, 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        shape, offsets = list(tensor.shape), [position, position + size]
-        header[name] = dict(dtype=NAMES[tensor.dtype], shape=shape, data_offsets=offsets)
-        position += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        if tensor.numel():
-            yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        offsets, sizes = map(torch.Size, self.shard)
+        return [ChunkStorageMetadata(offsets, sizes)] if self.values.numel() else []
 
-
-def read_block(
-    directory: Path, name: str, parts: Sequence[StoredShard], shard: Shard, dtype: torch.dtype
-) -> Tensor:
-    """Any shard of a stored tensor, on the CPU; only the bytes that it needs are read."""
-    block = torch.empty(shard.sizes, dtype=dtype)
-    filled = 0
-    for part in parts:
-        cut = [
-            (max(a, b), min(a + n, b + m), a, b)
-            for a, n, b, m in zip(*shard, *part.shard, strict=True)
+    def __create_write_items__(self, name: str, part: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.values)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
         ]
-        if any(end <= begin for begin, end, _, _ in cut):
-            continue
-        ours = tuple(slice(begin - a, end - a) for begin, end, a, _ in cut)
-        theirs = tuple(slice(begin - b, end - b) for begin, end, _, b in cut)
-        with safe_open(directory / part.file, framework="pt") as f:
-            value = f.get_slice(name)[theirs] if theirs else f.get_tensor(name)
-        block[ours].copy_(value)
-        filled += value.numel()
-    if filled != block.numel():
-        raise ValueError(f"{directory}: {name} is not complete in it")
-    return block
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or (name in PICKLED and module.partition(".")[0] == "torch"):
+            return super().find_class(module, name)
+        raise ValueError(f".metadata: {module}.{name} is no part of a checkpoint")
+
+
+class _Planner(DefaultLoadPlanner):
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].values
+
+
+def _read_metadata(directory: Path) -> Metadata:
+    with (directory / ".metadata").open("rb") as f:
+        return _Unpickler(f).load()
+
+
+def stored_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint by name, with shape (`size`) and format (`properties.dtype`)."""
+    return cast(dict[str, TensorStorageMetadata], _read_metadata(directory).state_dict_metadata)
+
+
+def read_parts(directory: Path, parts: Mapping[str, Part]) -> None:
+    """Fill the values of each named part from a checkpoint, whatever parts its ranks wrote.
+
+    ValueError or RuntimeError for a tensor that is not in it, or has another shape.
+    """
+    reader, planner = FileSystemReader(directory), _Planner(flatten_state_dict=False)
+    planner.metadata = _read_metadata(directory)
+    planner.state_dict = dict(parts)
+    plan = planner.create_local_plan()
+    reader.set_up_storage_reader(planner.metadata, is_coordinator=True)
+    reader.read_data(plan, planner).wait()

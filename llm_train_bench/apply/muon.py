@@ -165,7 +165,7 @@ def fused_matrices(weight: Weight, rows: Tensor) -> tuple[Tensor, ...]:
 
 def pieces(layout: Layout, weight: Weight, parameter: Any) -> list[Piece]:
     """This rank's pieces of a parameter."""
-    local, (offsets, sizes), _, _ = shard_of_whole(weight, layout, parameter)
+    local, (offsets, sizes) = shard_of_whole(weight, layout, parameter)
     if not local.numel():
         return []
     first, number = (offsets[0], sizes[0]) if weight.of_experts else (0, 1)

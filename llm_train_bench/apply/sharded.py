@@ -50,15 +50,10 @@ def reshard(modules: "list[FSDPModule]") -> None:
 
 
 class LocalShard(NamedTuple):
-    """What this rank has of a tensor."""
+    """What this rank has of a tensor, and its place in the whole."""
 
     local: Tensor
     shard: Shard
-    """Its place in the whole tensor."""
-    copies: int = 0
-    """Ranks that have the same; 0 stands for all."""
-    copy: int = 0
-    """Which of these this rank has."""
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
@@ -67,16 +62,12 @@ def local_shard(tensor: Tensor) -> LocalShard:
         return LocalShard(tensor, Shard((0,) * tensor.ndim, tuple(tensor.shape)))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, copies, copy = tensor.device_mesh, 1, 0
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    for dimension, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            copies *= mesh.size(dimension)
-            copy = copy * mesh.size(dimension) + mesh.get_local_rank(dimension)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     local = tensor.to_local()
     # --fp8-all-gather has torchao's wrapper around the plain tensor.
     local = getattr(local, "_tensor", local)
-    return LocalShard(local, Shard(tuple(offsets), tuple(sizes)), copies, copy)
+    return LocalShard(local, Shard(tuple(offsets), tuple(sizes)))
 
 
 def shard_of_whole(weight: Weight, layout: Layout, tensor: Tensor) -> LocalShard:

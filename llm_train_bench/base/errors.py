@@ -71,10 +71,6 @@ class Preempted(Interrupted):
         self.step = step
 
 
-class NotFinite(Exception):
-    """A parameter or the optimizer's state is no longer a number; the message says what is left."""
-
-
 class CompileError(Exception):
     """torch.compile failed; the message names the part of the model and the first cause."""
 

@@ -72,8 +72,8 @@ def verify_run(run: SavedRun) -> dict[str, Any]:
         left.append(
             f"figures: this version lacks {', '.join(f'{k} {v}' for k, v in lacking.items())}"
         )
-    elif r.resumed_from:
-        left.append("figures: the run was resumed, and its first steps are elsewhere")
+    elif r.first_step:
+        left.append("figures: the run was resumed")
     elif not wrong:
         try:
             wrong += _wrong_figures(run)
@@ -151,14 +151,14 @@ def _wrong_steps(run: SavedRun) -> Iterator[str]:
     """Where steps are missing, or contradict the flags, the result or the host's clock."""
     r, steps = run.result, run.steps
     phases = [s.phase for s in steps]
-    n, first = phases.count("measure"), r.resumed_from.step if r.resumed_from else 0
+    n, first = phases.count("measure"), r.first_step
     if not n or "measure" in phases[:-n] or {*phases} - {"warmup", "resume", "measure"}:
         yield "it has no measured step, or one before the end of the warm-up"
         return
     counts, flags = (len(steps) - n, n), (r.args.get("warmup_steps"), r.args.get("n_steps"))
     if [s.step for s in steps] != [*range(first, first + len(steps))]:
         yield "steps are missing or out of order"
-    if counts != flags and not r.resumed_from:
+    if counts != flags and not r.first_step:
         yield f"it has {counts[0]} + {counts[1]} steps; its flags say {flags[0]} + {flags[1]}"
     for s in steps:
         yield from (f"step {s.step} {why}" for why in _wrong_step(s, r))

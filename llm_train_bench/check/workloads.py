@@ -100,7 +100,7 @@ def model_hash(config: str, layers: int | None) -> str:
 
 def workload_of(r: Result) -> Workload | None:
     """The workload that a run is, whatever its number format and flags of speed; None for others."""
-    if not r.ours or r.resumed_from:
+    if not r.ours or r.first_step:
         return None
     fixed, flags = of_kind(LEARNT), present_flags(r.args)
     if unknown_settings(r.args):

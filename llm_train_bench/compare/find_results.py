@@ -1,6 +1,5 @@
 """Finding the files of runs, and reading each by its kind. Needs no torch."""
 
-import collections
 import csv
 import json
 import os
@@ -47,7 +46,7 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
             records += [r for file in not_taken([path], taken) for r in _parse(file, facts)]
         else:
             raise UsageError(f"{path}: no such file or directory")
-    return join_attempts(records)
+    return without_copies(records)
 
 
 def not_taken(files: Iterable[Path], taken: set[str]) -> Iterator[Path]:
@@ -62,7 +61,7 @@ def without_copies(records: Iterable[Record], besides: Iterable[Record] = ()) ->
     """Each run once, also of those `besides`; a result.json goes before its copy in a file of runs."""
 
     def mark(r: Record) -> tuple | None:
-        return r.result and (run_id(r.result), r.result.lineage.attempt, tuple(r.step_times_s))
+        return r.result and (run_id(r.result), len(r.result.attempts), tuple(r.step_times_s))
 
     records = list(records)
     first: dict[tuple | None, Record] = {}
@@ -71,42 +70,11 @@ def without_copies(records: Iterable[Record], besides: Iterable[Record] = ()) ->
     return [r for r in records if r.result is None or first[mark(r)] is r]
 
 
-def join_attempts(records: list[Record]) -> list[Record]:
-    """Each run once: the last attempt of a lineage, with the losses of those before it.
-
-    An attempt's steps replace what was done of them, and after them, before it. Speed is the last
-    attempt's; the others end in the middle, or have other neighbours.
-    """
-    lineages: dict[tuple, dict[int, Record]] = {}
-
-    records = without_copies(records)
-    attempts = [(r, r.lineage) for r in records if r.lineage]
-    counts = collections.Counter(lineage for _, lineage in attempts)
-    # Copied, and resumed in two directories.
-    copied = {name for (name, _), n in counts.items() if n > 1}
-    for r, (name, number) in attempts:
-        where = Path(r.path).parent.parent if name in copied else None
-        lineages.setdefault((name, where), {})[number] = r
-    gone = set()
-    for numbered in lineages.values():
-        runs = [numbered[number] for number in sorted(numbered)]
-        # One that resumed a finished run measured nothing.
-        last = next((r for r in reversed(runs) if r.tokens_per_sec_per_gpu), runs[-1])
-        losses: list[tuple[int, float]] = []
-        for r in runs:
-            losses = [x for x in losses if x[0] < r.first_step] + r.losses
-        last.losses = losses
-        if len(runs) > 1:
-            last.remark(f"{len(runs)} attempts of one run; figures are the last one's")
-        gone |= {id(r) for r in runs if r is not last}
-    return [r for r in records if id(r) not in gone]
-
-
 def discover(directory: Path) -> list[Path]:
     """Files below a directory that may hold a run; from our own runs only result.json."""
     candidates: list[Path] = []
     for here, directories, files in walk(directory):
-        if "lineage.lock" in files:  # checkpoints
+        if "facts.json" in files:  # a checkpoint
             directories.clear()
             continue
         if {"result.json", "steps.jsonl"} <= set(files):

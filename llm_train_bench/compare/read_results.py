@@ -110,8 +110,6 @@ def record_of_result(r: Result, steps: list[dict[str, Any]], path: str) -> Recor
         remarks=list(r.remarks),
         provenance=origin | {"command": " ".join(shown_command(r.command))},
         conditions=conditions,
-        lineage=(r.lineage.id, r.lineage.attempt),
-        first_step=r.resumed_from.step if r.resumed_from else 0,
         arguments=settings_of(r),
         result=r,
         steps=steps,

@@ -89,8 +89,6 @@ class Record(Remarked):
     result: Result | None = None  # only of our runs
     steps: list[dict[str, Any]] = field(default_factory=list)
     tolerance: float | None = None  # of its setting, in a file of runs
-    lineage: tuple[str, int] | None = None  # of its attempts, and the number of this one
-    first_step: int = 0
     goodput: float | None = None
     provenance: dict[str, str] = field(default_factory=dict)  # versions, commit, command
     model_told: bool = True  # or the model is called as the file is

@@ -70,7 +70,9 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
 
 def _saved(r: Record) -> SavedRun:
     """A run as a file has it."""
-    steps = [{k: v for k, v in step.items() if k != "saved"} for step in r.steps]
+    first = r.result.first_step if r.result else 0  # the figures are of the last attempt
+    last = [step for step in r.steps if step["step"] >= first]
+    steps = [{k: v for k, v in step.items() if k != "saved"} for step in last]
     try:
         return SavedRun.model_validate({"result": r.result and shareable(r.result), "steps": steps})
     except ValidationError as error:

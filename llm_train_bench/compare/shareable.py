@@ -9,7 +9,7 @@ from typing import Any
 
 from llm_train_bench.base.files import SECRET
 from llm_train_bench.model.json_files import shipped_config
-from llm_train_bench.results.schema import Lineage, Result, Writer
+from llm_train_bench.results.schema import Attempt, Result, Writer
 from llm_train_bench.settings.flags import (
     FORMER_VALUES,
     OUTPUT,
@@ -81,8 +81,8 @@ def digest(text: str) -> str:
 
 
 def run_id(r: Result) -> str:
-    """What tells a run's attempts from those of others."""
-    return r.lineage.id if re.fullmatch(r"[0-9a-f]{8,32}", r.lineage.id) else digest(r.lineage.id)
+    """What tells a run from others."""
+    return r.run_id if re.fullmatch(r"[0-9a-f]{8,32}", r.run_id) else digest(r.run_id)
 
 
 def shareable(r: Result) -> Result:
@@ -110,9 +110,8 @@ def shareable(r: Result) -> Result:
         "profile": None,
         "remarks": [],
         "writer": Writer(host="", pid=0),
-        "lineage": Lineage(
-            id=run_id(r), name="", attempt=r.lineage.attempt, began=0.0, started=0.0
-        ),
+        "run_id": run_id(r),
+        "attempts": [Attempt(first_step=attempt.first_step) for attempt in r.attempts],
         "run_name": name,
         "model": r.model.model_copy(update=model | {"ignored_keys": []}),
         "args": args,
@@ -131,8 +130,6 @@ def shareable(r: Result) -> Result:
         setattr(clean.device, field, public_device(getattr(r.device, field)))
     clean.device.peak_source = clean.device.roof_source = ""
     clean.metrics.energy_source = word(r.metrics.energy_source)
-    if clean.resumed_from:
-        clean.resumed_from.run = clean.resumed_from.path = ""
     for rank in clean.ranks:
         rank.host = ""
     for use in clean.devices:

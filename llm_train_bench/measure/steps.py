@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llm_train_bench.formulas.work import STEP_PARTS
-from llm_train_bench.results.result_files import Step
+from llm_train_bench.results.result_files import Step, wall_clock
 
 Stamp = torch.cuda.Event | float
 # What is left of a step in a loop of others, besides the parts that it marks.
@@ -72,7 +72,6 @@ class StepLog:
         `compile_s` returns the seconds of compilation so far; it is not called inside the window.
         """
         self.compile_s, self.compiled_s = compile_s, compile_s()
-        self.epoch = time.time() - time.perf_counter()  # a clock that is set goes on evenly here
         self.device, self.sinks, self.guard = device, sinks, guard
         self.steps: list[Step] = []
         self.pending: deque[_Pending] = deque()
@@ -131,7 +130,7 @@ class StepLog:
             self.values[step, begin:end].copy_(values, non_blocking=True)
         self.mark(last)
         known: dict[str, Any] = {"step": step, "phase": phase, "lr": lr, "tokens": tokens}
-        known["at"] = round(self.epoch + time.perf_counter(), 6)
+        known["at"] = round(wall_clock(), 6)
         if not isinstance(values, Tensor):
             known["loss"] = values
         if norm is None:
@@ -144,12 +143,12 @@ class StepLog:
         if time.perf_counter() - self.last_drain > self.INTERVAL_S:
             self.drain(keep=1)
 
-    def wish_of(self, step: int) -> float:
-        """The stop request of an earlier step, once the device has finished it."""
+    def stop_of(self, step: int) -> bool:
+        """Whether a rank asked to stop in an earlier step, once the device has finished that."""
         for pending in self.pending:
             if pending.known["step"] == step and isinstance(pending.end, torch.cuda.Event):
                 pending.end.synchronize()
-        return self.values[step, 2].item()
+        return self.values[step, 2].item() > 0
 
     def pause(self) -> None:
         """A save follows the last step, which the device has finished: hand on all steps.

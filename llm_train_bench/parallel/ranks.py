@@ -20,7 +20,7 @@ from llm_train_bench.base.errors import NotJoined, UsageError
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.machine import n_cores, output_of
 from llm_train_bench.measure.device import is_out_of_memory
-from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER
+from llm_train_bench.results.result_files import RUN_POINTER
 
 # The private directory of a launcher of ours, on each machine; the ranks of one machine meet there.
 MEETING = "LLM_TRAIN_BENCH_MEETING"
@@ -181,44 +181,15 @@ def _open_store(private: str | None, ranks: Ranks, timeout: datetime.timedelta) 
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     main = ranks.main and not theirs
     store = TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
-    if theirs:
-        _LASTING.append(store)
     return PrefixStore(attempt, store)
 
 
-# The store of torchrun's agent, which outlives its ranks; and the words that this process left.
-_LASTING: list[Store] = []
-_WORDS: list[str] = []
-
-
-def tell_next(ranks: Ranks, word: str) -> None:
-    """Leave word of this run for the launcher, and for the attempt after this one."""
-    _WORDS.append(word)
-    if ranks.main and _LASTING:
-        _LASTING[-1].set(f"llm-train-bench/{RUN_POINTER}", word)
-    if ranks.local_rank == 0 and (private := _launchers_directory()):
-        with contextlib.suppress(OSError):
-            write_whole(private / RUN_POINTER, word)
-
-
-def word_before() -> str | None:
-    """The word that the run left which the launcher of this one started last, if any."""
-    if _WORDS:  # this process is no restart: it runs several
-        return None
-    key = f"llm-train-bench/{RUN_POINTER}"
-    if _LASTING and _LASTING[-1].check([key]):
-        return _LASTING[-1].get(key).decode()
-    if private := _launchers_directory():
-        for name in (RUN_POINTER, RUN_BEFORE):
-            with contextlib.suppress(OSError):
-                return (private / name).read_text(encoding="utf-8")
-    return None
-
-
-def _launchers_directory() -> Path | None:
-    """The private directory of the launcher of ours that started this rank, if one did."""
+def tell_launcher(ranks: Ranks, directory: Path) -> None:
+    """Tell the launcher of ours that started this rank, if one did, the directory of its run."""
     ours = os.environ.get(PARENT) == str(os.getppid())
-    return Path(os.environ[MEETING]) if ours and MEETING in os.environ else None
+    if ours and ranks.local_rank == 0 and MEETING in os.environ:
+        with contextlib.suppress(OSError):
+            write_whole(Path(os.environ[MEETING]) / RUN_POINTER, str(directory.resolve()))
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
@@ -247,7 +218,7 @@ def on_main(ranks: Ranks, function: Callable[[], Any]) -> Any:
         try:
             value = function()
         except OSError as error:
-            problem = f"{error.filename}: cannot be used: {error.strerror}"
+            problem = f"{error.filename or 'a file'}: cannot be used: {error.strerror}"
         except UsageError as error:
             problem = str(error)
     value, problem = broadcast(ranks, (value, problem))

@@ -182,7 +182,7 @@ def random_loss(r: "Result") -> tuple[float, float] | None:
     nat on both sides, and five standard errors of a mean over the step's tokens.
     """
     a, shape = r.args, r.model.shape
-    if a.get("init_from") or r.resumed_from or a.get("data") != "synthetic":
+    if a.get("init_from") or r.first_step or a.get("data") != "synthetic":
         return None
     keys = ("vocab_size", "hidden_size", "initializer_range")
     if not all(isinstance(shape.get(k), int | float) and shape[k] > 0 for k in keys):

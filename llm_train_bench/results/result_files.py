@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 from llm_train_bench.base.errors import printable_data
 from llm_train_bench.base.files import shown_word
 from llm_train_bench.model.json_files import parse_json, plain_text
-from llm_train_bench.results.schema import Lineage, Result, Status, Writer
+from llm_train_bench.results.schema import Attempt, Result, Status, Writer
 
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
 RESERVED_BYTES = 2**20
@@ -46,6 +46,10 @@ class ResultFile:
     def write(self, result: Result, last: bool = False) -> None:
         """Write into the reserved blocks and rename; after the `last` write nothing is reserved."""
         result.judge()
+        if last:
+            attempt = result.attempts[-1]
+            attempt.ended = ": ".join(filter(None, (result.status, result.error)))
+            attempt.end = attempt.end or wall_clock()
         content = storable(result.model_dump(mode="json"))
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         self._fill(text.encode())
@@ -93,10 +97,19 @@ def seconds_alive(pid: int | None = None) -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-def command_began(started_again: bool) -> float:
-    """Start of this process's command [s since 1970]: its launcher's, unless `started_again`."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ and not started_again
-    return time.time() - (seconds_alive(os.getppid() if launched else None) or 0.0)
+_EPOCH = time.time() - time.monotonic()
+
+
+def wall_clock() -> float:
+    """Seconds since 1970; it goes on evenly in this process, whatever sets the system's clock."""
+    return _EPOCH + time.monotonic()
+
+
+def begin_attempt(first_step: int = 0) -> Attempt:
+    """The attempt that this process is; it starts with the launcher, unless that starts it again."""
+    launched = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    alive = seconds_alive(os.getppid() if launched else None) or 0.0
+    return Attempt(first_step=first_step, start=wall_clock() - alive, opened=wall_clock())
 
 
 def is_alive(writer: Writer) -> bool | None:
@@ -127,18 +140,16 @@ def _started(pid: int | None) -> int | None:
     return None if state in "ZX" else int(rest[18])
 
 
-# The first rank of a machine writes its run into a file of this name, as JSON, for the process that
-# started it; the file of the attempt before has the other name.
-RUN_POINTER, RUN_BEFORE = "run", "run-before"
+# The first rank of a machine writes the directory of its run into a file of this name, for the process that
+# started it, once there is a result in it.
+RUN_POINTER = "run"
 
 
 def run_told(pointer: Path) -> Path | None:
-    """The directory of the run that a RUN_POINTER names, if it has a result and that is this run's."""
+    """The directory of the run that a RUN_POINTER names, if there is one."""
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(pointer.read_text(encoding="utf-8"))
-        directory = Path(content["directory"])
-        lineage = read_result(directory / "result.json").lineage
-        return directory if lineage == Lineage.model_validate(content["lineage"]) else None
+        directory = Path(pointer.read_text(encoding="utf-8"))
+        return directory if (directory / "result.json").is_file() else None
     return None
 
 
@@ -228,10 +239,21 @@ def step_fields(step: Step) -> dict[str, Any]:
 
 
 class StepsFile:
-    """steps.jsonl: one JSON object a line and step; infinite and undefined values become null."""
+    """steps.jsonl: one JSON object a line and step; infinite and undefined values become null.
 
-    def __init__(self, path: Path):
-        self.file = path.open("w", encoding="utf-8")
+    The steps before `first_step` stay in a file that is there.
+    """
+
+    def __init__(self, path: Path, first_step: int = 0):
+        self.file = path.open("a+", encoding="utf-8")
+        self.file.seek(0)
+        kept = 0
+        for step in read_steps(path):
+            if step["step"] >= first_step:
+                break
+            self.file.readline()
+            kept = self.file.tell()
+        self.file.truncate(kept)
 
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:

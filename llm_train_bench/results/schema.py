@@ -146,22 +146,19 @@ class Writer(Strict):
     started: int | None = None
 
 
-class ResumedFrom(Strict):
-    """The checkpoint that a run went on from."""
+class Attempt(Strict):
+    """One start of a run, which goes on where the attempt before it was saved. Times in s since 1970."""
 
-    run: str
-    step: int
-    path: str
-
-
-class Lineage(Strict):
-    """A training with all of its attempts: an attempt goes on where the one before it was saved."""
-
-    id: str
-    name: str
-    attempt: int
-    began: float
-    started: float
+    first_step: int = 0
+    start: float = 0.0
+    """Of its command."""
+    opened: float = 0.0
+    """When it took the run's directory."""
+    end: float | None = None
+    ended: str | None = None
+    """What ended it: its status, and its error."""
+    lost_s: float = 0.0
+    """Time of its steps that a later attempt did again."""
 
 
 Status = Literal["running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"]
@@ -179,8 +176,8 @@ class Result(Strict, Remarked):
     error: str | None = None
     remarks: list[Remark] = Field(default_factory=list)
     writer: Writer
-    resumed_from: ResumedFrom | None = None
-    lineage: Lineage
+    run_id: str
+    attempts: list[Attempt] = Field(min_length=1)
     run_name: str
     version: str
     entrypoint: str
@@ -206,6 +203,11 @@ class Result(Strict, Remarked):
     devices: list[DeviceUse] = Field(default_factory=list)
 
     @property
+    def first_step(self) -> int:
+        """The first step of the last attempt, whose figures these are; above 0 where it was resumed."""
+        return self.attempts[-1].first_step
+
+    @property
     def ours(self) -> bool:
         """Whether one of our scripts ran; else a Meter did, in a loop of others."""
         return self.entrypoint in set(Script)
@@ -215,11 +217,16 @@ class Result(Strict, Remarked):
     def _fields_of_older_results(cls, content: Any) -> Any:
         """Older results have texts in several places, where now one list of remarks is.
 
-        A field of FP8 is gone.
+        A field of FP8 is gone. Each attempt of a run had a result of its own.
         """
         if not isinstance(content, dict):
             return content
         content = dict(content)
+        if isinstance(lineage := content.pop("lineage", None), dict):
+            resumed = content.pop("resumed_from", None)
+            step = resumed.get("step") if isinstance(resumed, dict) else 0
+            attempt = {"first_step": step, "start": lineage.get("began")}
+            content |= {"run_id": lineage.get("id"), "attempts": [attempt]}
         observed = dict(found) if isinstance(found := content.get("observed"), dict) else {}
         remarks = []
         for place, key, kind in (

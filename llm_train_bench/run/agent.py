@@ -34,9 +34,8 @@ from llm_train_bench.base.errors import Interrupted, UsageError
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.parallel.ranks import MEETING, ROUND
 from llm_train_bench.results.console import say
-from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER, complete_result, run_told
+from llm_train_bench.results.result_files import RUN_POINTER, complete_result, run_told
 from llm_train_bench.run import failures
-from llm_train_bench.run.checkpoint.durable import SAVE_S
 from llm_train_bench.run.launch import check_started_by_launcher
 from llm_train_bench.run.signals import ENDING, SECOND, Heard, handled_by, ignore
 from llm_train_bench.settings.command_line import parse_args
@@ -44,7 +43,7 @@ from llm_train_bench.settings.command_line import parse_args
 # torch wraps methods of its agent in a decorator without types.
 TorchAgent: Any = LocalElasticAgent
 # Seconds that ranks have to save and to end.
-PATIENCE_S = int(SAVE_S) + 90
+PATIENCE_S = int(failures.SAVE_S) + 90
 
 
 def run_agent(options: argparse.Namespace, saves: bool) -> int:
@@ -75,8 +74,9 @@ def run_agent(options: argparse.Namespace, saves: bool) -> int:
             if worker_group.group_rank == 0:
                 worker_group.store.set(ROUND, uuid.uuid4().hex)
             os.environ[ROUND] = worker_group.store.get(ROUND).decode()
-            with contextlib.suppress(OSError):  # from now on the file is the new attempt's
-                (private / RUN_POINTER).replace(private / RUN_BEFORE)
+            (private / RUN_POINTER).unlink(
+                missing_ok=True
+            )  # it is the new attempt's, which writes it
             pids.update(super()._start_workers(worker_group))
             return pids
 

@@ -24,8 +24,8 @@ LOST = "lost another rank"
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 # The file in its launcher's directory by which a rank says that it was saved and stopped on request.
 STOPPED_FILE = "stopped"
-# The name of a thread that writes a checkpoint.
-SAVES = "saves"
+# The name of a thread that writes a checkpoint, and the time [s] after which that is given up.
+SAVES, SAVE_S = "saves", 600.0
 # The errors of this process that are in a file, with their tracebacks.
 _WRITTEN: list[BaseException] = []
 # Beginnings of messages about a consequence: something went wrong elsewhere first.
@@ -59,7 +59,7 @@ def classify(error: BaseException) -> Ending:
         return Ending("interrupted", f"interrupted by {str(error) or 'SIGINT'}", INTERRUPTED)
     if isinstance(error, errors.UsageError | ConfigError):
         return Ending("failed", text, 4 if isinstance(error, errors.DoesNotFit) else 2)
-    if isinstance(error, errors.CompileError | errors.NoStep | errors.NotFinite | errors.NotJoined):
+    if isinstance(error, errors.CompileError | errors.NoStep | errors.NotJoined):
         return Ending("failed", text)
     if is_out_of_memory(error):
         return Ending("oom", f"out of memory: {text}; {OOM_ADVICE}", 3)

@@ -131,7 +131,7 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
                 if ranks.world > 1:  # connecting to others runs in C, without Python's handlers
                     stack.callback(HangWatch(end).close)
                 code = body() or 0
-                saves = any(t.name == failures.SAVES for t in threading.enumerate())
+                saves = any(t.name.startswith(failures.SAVES) for t in threading.enumerate())
                 if start.is_script() and saves:
                     sys.stdout.flush()
                     os._exit(code)  # a save that was given up; it must not outlive the interpreter

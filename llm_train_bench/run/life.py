@@ -16,14 +16,14 @@ from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.work import block_parameters
 from llm_train_bench.model.onednn import available, faster_linear
 from llm_train_bench.model.operators import taken
-from llm_train_bench.parallel.ranks import Ranks, broken_group, on_main
+from llm_train_bench.parallel.ranks import Ranks, broken_group, on_main, tell_launcher
 from llm_train_bench.results.console import print_header, say
 from llm_train_bench.results.figures import fill_flop_metrics
-from llm_train_bench.results.goodput import lineage_before, time_parts
-from llm_train_bench.results.schema import ResumedFrom
-from llm_train_bench.run.checkpoint.lineage import Attempt, attempts, open_place
+from llm_train_bench.results.goodput import fill_goodput
+from llm_train_bench.run.checkpoint.attempt import Start
 from llm_train_bench.run.failures import keep_error, report
 from llm_train_bench.run.hang import HangWatch
+from llm_train_bench.results.result_files import read_steps
 from llm_train_bench.run.provenance import open_result
 from llm_train_bench.run.record import RunRecord
 from llm_train_bench.settings.plan import Plan
@@ -38,16 +38,16 @@ class Run(RunRecord):
     def __init__(
         self,
         plan: Plan,
-        attempt: Attempt,
+        start: Start,
         device: torch.device,
         ranks: Ranks,
         fp8: Fp8,
         attention_kernel: str | None,
     ):
-        work, directory = plan.work, attempt.directory
+        work, who = plan.work, (start.directory.name, start.run_id, start.attempts)
         super().__init__(
-            open_result(plan, device, fp8.info, attention_kernel, directory.name, attempt.lineage),
-            directory,
+            open_result(plan, device, fp8.info, attention_kernel, *who),
+            start.directory,
             device,
             ranks,
             plan.schedule.total,
@@ -57,17 +57,12 @@ class Run(RunRecord):
             work.cuda_graphs,
             plan.args.memory_snapshot,
         )
-        self.plan, self.attempt = plan, attempt
-        self.saved_at: float | None = None  # when the loop had waited for the last save
+        self.plan, self.start = plan, start
         self.counted = False
         self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
-        for note in attempt.notes:
+        for note in start.notes:
             self.result.remark(note)
-        if before := attempt.manifest:
-            self.result.resumed_from = ResumedFrom(
-                run=before.run, step=before.step, path=str(attempt.checkpoint)
-            )
 
     def open(self) -> None:
         taken.clear()
@@ -79,14 +74,18 @@ class Run(RunRecord):
             self.hang = HangWatch(self._end_hanging, broken_group)
         if self.file and not self.output.quiet:
             print_header(self.result, self.plan.work)
-            if before := self.result.resumed_from:
-                say(f"goes on from step {before.step} of {before.run}")
-            for note in (*self.plan.notes, *self.attempt.notes):
+            if self.start.checkpoint:
+                path, before = self.start.checkpoint
+                say(f"goes on from step {before.step} of {before.run}: {path}")
+            for note in (*self.plan.notes, *self.start.notes):
                 say(note)
+        tell_launcher(self.ranks, self.directory)
 
-    def open_files(self) -> None:
-        super().open_files()
-        open_place(self.attempt)
+    def make_directory(self) -> int:
+        if not self.start.lock:  # it does not go on in a directory
+            super().make_directory()
+        self.start.open()
+        return self.start.first_step
 
     def choose_linear(self) -> str:
         """The library of linear layers, the same on all ranks: the one asked for, or a checkpoint's.
@@ -94,9 +93,9 @@ class Run(RunRecord):
         Otherwise rank 0 times both, if a step is long. The result and checkpoints hold what was asked
         for or chosen. UsageError where this PyTorch lacks oneDNN.
         """
-        work, before = self.plan.work, self.attempt.manifest
+        work, found = self.plan.work, self.start.checkpoint
         small = 6 * sum(block_parameters(work.config)) * work.batch.micro_tokens < SMALL_STEP
-        way = (before and before.linear) if work.linear == "auto" else work.linear
+        way = (found and found[1].linear) if work.linear == "auto" else work.linear
         if work.linear == "auto" and way is None and not small:
             config = work.config
             blocks = (config.linear_layers(i) for i in work.layers)
@@ -142,8 +141,7 @@ class Run(RunRecord):
         if self.hang:
             self.hang.close()
         super().__exit__(kind, error, trace)
-        if self.attempt.lock:
-            self.attempt.lock.close()
+        self.start.close()
 
     def _end_hanging(self, error: BaseException, when: float) -> None:
         """In another thread: the main one waits for a rank that will not come."""
@@ -167,12 +165,9 @@ class Run(RunRecord):
         self.count(error)
         if r.profile and m.step_time_median_s:
             r.profile.slowdown = r.profile.step_time_s / m.step_time_median_s
-        if self.plan.args.save_every or self.attempt.checkpoint:
-            with contextlib.suppress(OSError, ValueError, LookupError):  # files of other programs
-                runs = attempts(self.directory.parent, self.attempt.lineage.name)
-                runs = [*lineage_before(runs, r), self.directory]
-                m.time_parts_s = time_parts(runs, time.time(), self.saved_at)
-                m.goodput = m.time_parts_s["steps"] / sum(m.time_parts_s.values())
+        if self.plan.args.save_every or self.start.checkpoint:
+            with contextlib.suppress(OSError, LookupError, TypeError):  # a file that others changed
+                fill_goodput(r, read_steps(self.directory / "steps.jsonl"))
 
     def count(self, error: BaseException | None = None) -> None:
         """Fill in the skipped steps and compilations so far, once: later ones are not the run's."""

@@ -5,7 +5,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,16 @@ from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, 
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.parallel.ranks import average_over_ranks, gather, meet
 from llm_train_bench.results.result_files import seconds_alive
-from llm_train_bench.run.checkpoint.saver import Saver
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.profiling import NOT_OBSERVED, build_capture, observed_in, traced
 from llm_train_bench.trace.read_trace import Trace
 
-if TYPE_CHECKING:  # only train_pp.py needs PyTorch's pipelining
+if (
+    TYPE_CHECKING
+):  # only train_pp.py needs PyTorch's pipelining, and only runs that save its checkpoints
     from llm_train_bench.parallel.pipeline import Pipeline
+    from llm_train_bench.run.checkpoint.saver import Saver
 
 Batches = Iterator[MicroBatch]
 NoSync = Callable[[], contextlib.AbstractContextManager]
@@ -45,7 +47,7 @@ def measure(
     optimizer: Optimizer | None,
     step_fn: Callable[[int, str], None],
     evaluate: Callable[[], float | None] = lambda: None,
-    saver: Saver | None = None,
+    saver: "Saver | None" = None,
 ) -> None:
     """Run the warm-up steps and the measured ones; times, losses and energy go into `run`.
 
@@ -85,7 +87,7 @@ def measure(
                 watcher.after(step)
             if saver:
                 saver.after(step)
-            if step == schedule.start and run.attempt.checkpoint:
+            if step == schedule.start and run.start.checkpoint:
                 synchronize(run.device)
                 m.restart_s = seconds_alive()
             if eval_every and (step + 1) % eval_every == 0:
@@ -109,6 +111,20 @@ def measure(
     if work.config.experts:
         fullest = gather(run.ranks, fullest_expert(model))
         m.expert_rows_max_over_mean = max((n for n in fullest if n is not None), default=None)
+
+
+def build_saver(run: Run, model: Any, optimizer: Optimizer | None) -> "Saver | None":
+    """Load the checkpoint that a run goes on from, if any. Its saver, if it saves."""
+    if optimizer is None or not (run.start.checkpoint or run.plan.args.save_every):
+        return None
+    from llm_train_bench.run.checkpoint import (
+        saver,
+    )  # PyTorch's checkpoints take a second to import
+
+    if run.start.checkpoint:
+        saver.load(run, model, optimizer)
+        run.fp8.after_step(model)
+    return saver.Saver(run, model, optimizer) if run.plan.args.save_every else None
 
 
 def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
@@ -210,7 +226,7 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
 
 
 def build_step(
-    run: Run, model: nn.Module, optimizer: Optimizer | None, passes: Passes, saver: Saver | None
+    run: Run, model: nn.Module, optimizer: Optimizer | None, passes: Passes, saver: "Saver | None"
 ) -> Callable[[int, str], None]:
     """The function of one optimizer step, `step_fn(step, phase)`: passes, clipping, optimizer, log."""
     work, log, scaler, fp8 = run.plan.work, run.log, run.scaler, run.fp8
@@ -242,8 +258,8 @@ def build_step(
             elif work.trains:
                 for parameter in parameters:
                     parameter.grad = None
-        # A stop request is averaged with the loss.
-        values = torch.stack((total, saver.wishes(run.device))) if saver else total[None]
+        # A number of its own says whether a rank was asked to stop; one collective is for both.
+        values = torch.stack((total, saver.stop_request())) if saver else total[None]
         average_over_ranks(values)
         if phase != OBSERVE:
             log.finish(step, phase, rate, tokens, values, norm)

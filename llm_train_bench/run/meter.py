@@ -39,8 +39,8 @@ from llm_train_bench.model.config import (
 )
 from llm_train_bench.parallel.ranks import ALONE, Ranks, find_ranks, gather, on_main
 from llm_train_bench.results.figures import fill_flop_rates
-from llm_train_bench.results.result_files import command_began, now, this_process
-from llm_train_bench.results.schema import METER_LENGTH, Lineage, ModelInfo, Result, StepSize
+from llm_train_bench.results.result_files import begin_attempt, now, this_process
+from llm_train_bench.results.schema import METER_LENGTH, ModelInfo, Result, StepSize
 from llm_train_bench.run import provenance
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.profiling import NOT_OBSERVED, start_together, traced
@@ -199,8 +199,8 @@ class Meter(RunRecord):
         identity = uuid.uuid4().hex
         # The end of the default name tells apart those of one second.
         usual = provenance.default_name(re.sub(r"[^\w.+-]", "_", model.name), {})
-        mine = run_name or f"{usual}-{identity[:4]}", identity, command_began(False)
-        called, identity, began = on_main(ranks, lambda: mine)
+        mine = run_name or f"{usual}-{identity[:4]}", identity
+        called, identity = on_main(ranks, lambda: mine)
         result = Result(
             run_name=called,
             version=__version__,
@@ -213,7 +213,8 @@ class Meter(RunRecord):
             batch=_step_size(tokens_per_step, seq_len),
             loss_known=False,
             writer=this_process(),
-            lineage=Lineage(id=identity, name=called, attempt=1, began=began, started=time.time()),
+            run_id=identity,
+            attempts=[begin_attempt()],
             environment=provenance.describe_environment(device, LOOPS),
         )  # fmt: skip
         if self.config and (keys := describe_keys_without_effect(self.config)) is not None:

@@ -24,7 +24,7 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_version
 from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect
 from llm_train_bench.results.result_files import now, this_process
-from llm_train_bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result, StepSize
+from llm_train_bench.results.schema import Attempt, Device, Fp8Info, ModelInfo, Result, StepSize
 from llm_train_bench.settings.flags import GRAPH_MODES, Args, declared, usual_values
 from llm_train_bench.settings.plan import Plan, Schedule
 
@@ -49,7 +49,8 @@ def open_result(
     fp8: Fp8Info | None,
     attention_kernel: str | None,
     name: str,
-    lineage: Lineage,
+    run_id: str,
+    attempts: list[Attempt],
 ) -> Result:
     """The result of a run that begins now: nothing is measured yet."""
     work, config = plan.work, plan.work.config
@@ -67,7 +68,8 @@ def open_result(
         fp8=fp8,
         attention_kernel=attention_kernel,
         writer=this_process(),
-        lineage=lineage,
+        run_id=run_id,
+        attempts=attempts,
         environment=describe_environment(device),
     )
     for note in (*plan.notes, *_notes(work, plan.schedule, plan.args.memory_snapshot, device)):

@@ -95,18 +95,19 @@ class RunRecord:
         if self.output.track and importlib.util.find_spec("wandb") is None:
             get = how_to_install("pip install -e '.[track]'")
             raise UsageError(f"--track wandb: needs wandb: {get}")
+        existed = self.directory.exists()
         try:
-            self.directory.parent.mkdir(parents=True, exist_ok=True)
-            self.directory.mkdir()
+            first_step = self.make_directory()
             self.file = ResultFile(self.directory, self.n_steps)
-            self.steps = StepsFile(self.directory / "steps.jsonl")
+            self.steps = StepsFile(self.directory / "steps.jsonl", first_step)
         except FileExistsError as error:
             raise UsageError(
                 f"{error.filename}: exists already; nothing was touched, choose another --run-name "
                 "or --output-dir"
             ) from None
         except OSError as error:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            if not existed:
+                shutil.rmtree(self.directory, ignore_errors=True)
             raise UsageError(
                 f"--output-dir {self.output.output_dir}: cannot be written: {error.strerror}; "
                 "choose another"
@@ -125,6 +126,12 @@ class RunRecord:
             board.describe(r)
         self.tracked = [WandbRun(r, self.directory)] if self.output.track else []
         self.sinks += self.tracked
+
+    def make_directory(self) -> int:
+        """Make the run's directory; the run's first step."""
+        self.directory.parent.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir()
+        return 0
 
     def close_window(self) -> None:
         """The measured window has ended; the device is idle. With several ranks all must come here."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from llm_train_bench.base.start import orphaned
+from llm_train_bench.base.start import early_wish, orphaned
 
 from llm_train_bench.base.errors import Interrupted
 from llm_train_bench.run.failures import has_parent
@@ -98,3 +98,24 @@ class Heard:
             return False
         copied, self.copied = self.copied, True
         return copied or number == SECOND or now > self.first + self.COPY_S
+
+
+class Wish:
+    """The first signal that asks this process to save and to stop, in `number`; None until it comes."""
+
+    def __init__(self):
+        self.number = early_wish()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, that signal is only noted. Another one does what it did before."""
+        heard = Heard(self.number)
+
+        def note(number: int, frame) -> None:
+            if not heard.again(number):
+                self.number = self.number or number
+            elif callable(handler := before[number]):
+                handler(number, frame)
+
+        with handled_by(note, SAVING) as before:
+            yield

@@ -67,7 +67,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     command = [sys.executable, str(ROOT / cell.script), *cell.argv()]
     command += ["--output-dir", str(runs), "--run-name", key]
     if (result := _finished(run)) is None:
-        _remove(run)  # left by a sweep that was killed in the middle
+        shutil.rmtree(run, ignore_errors=True)  # left by a sweep that was killed in the middle
         log.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         ended, why = _run(command, cell, log, timeout_s)
@@ -79,10 +79,9 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
                 row["result"] = str(run / "result.json")
             row |= {"status": ended, "error": why or printable(one_line(text.splitlines()[-1]))}
             return row | {"command": command}
-    place = _attempts(run)[-1]
     if repeat != "probe":
-        _name_for_tensorboard(cell, repeat, directory, place / "tensorboard")
-    row |= {"status": result.status, "error": result.error, "result": str(place / "result.json")}
+        _name_for_tensorboard(cell, repeat, directory, run / "tensorboard")
+    row |= {"status": result.status, "error": result.error, "result": str(run / "result.json")}
     return row | {
         "tokens_per_sec": result.metrics.tokens_per_sec, "step_times_s": result.step_times_s,
         "hardware": result.device.hardware, "invalid": "; ".join(result.invalid)}  # fmt: skip
@@ -164,22 +163,10 @@ UNFINISHED = ("running", "killed", "unknown", "interrupted", "preempted")
 
 
 def _finished(run: Path) -> Result | None:
-    for attempt in reversed(_attempts(run)):
-        with contextlib.suppress(OSError, ValueError):
-            result = read_result(attempt / "result.json")
-            return None if result.status in UNFINISHED else result
+    with contextlib.suppress(OSError, ValueError):
+        result = read_result(run / "result.json")
+        return None if result.status in UNFINISHED else result
     return None
-
-
-def _attempts(run: Path) -> list[Path]:
-    """The directories of a run: its own, and with --max-restarts one more for each restart."""
-    again = run.parent.glob(f"{run.name}-restart*")
-    return [run, *sorted(again, key=lambda path: (len(path.name), path.name))]
-
-
-def _remove(run: Path) -> None:
-    for attempt in _attempts(run):
-        shutil.rmtree(attempt, ignore_errors=True)
 
 
 def _is_whole(row: Any) -> bool:
@@ -232,7 +219,7 @@ class Rows:
         for key, row in list(self.rows.items()):
             if row.get("status") in statuses:
                 for runs in ("runs", "probes"):
-                    _remove(self.path.parent / runs / key)
+                    shutil.rmtree(self.path.parent / runs / key, ignore_errors=True)
                 del self.rows[key]
         self._rewrite()
 

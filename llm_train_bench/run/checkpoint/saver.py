@@ -1,67 +1,62 @@
-"""Saving during a run: when, by whom, and stopping all ranks at one step on request."""
+"""Saving and loading a training state by torch.distributed.checkpoint, and stopping on request."""
 
+import concurrent.futures
 import contextlib
-import dataclasses
 import datetime
+import os
+import shutil
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import cast
-
-from llm_train_bench.base.start import early_wish
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.optim import Optimizer
 
-from llm_train_bench.base.errors import Interrupted, NotFinite, Preempted, one_line
+from llm_train_bench.apply.sharded import local_shard, shard_of_whole
+from llm_train_bench.base.errors import Preempted, UsageError, one_line
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.stored import NAMES, encoded
+from llm_train_bench.model.stored import Part, read_parts, stored_tensors
+from llm_train_bench.model.weights import Shard
 from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
-from llm_train_bench.run.checkpoint import manifest as manifests
-from llm_train_bench.run.checkpoint import training_state
-from llm_train_bench.run.checkpoint.durable import SAVE_S, Files, failure_of
-from llm_train_bench.run.failures import SAVES
+from llm_train_bench.run.checkpoint import facts as checkpoints
+from llm_train_bench.run.failures import SAVE_S, SAVES
 from llm_train_bench.run.life import Run
-from llm_train_bench.run.signals import ENDING, SAVING, Heard, handled_by, ignore, signal_said
+from llm_train_bench.run.signals import ENDING, Wish, ignore, signal_said
 
-# What a rank may ask all to do, as numbers that can be averaged over ranks.
-STOP, NOT_FINITE = 1.0, 2.0**20
-# Time [s] from such a signal to the save, two steps later.
+# Time [s] from a signal to the save, two steps later.
 STOPPING_S = 60.0
 
 
-def build_saver(run: Run, model: HasWeights, optimizer: Optimizer | None) -> "Saver | None":
-    """Load the checkpoint that the run resumes from, if any; the saver, if the run saves."""
-    directory, manifest = run.attempt.checkpoint, run.attempt.manifest
-    if optimizer is None:  # nothing is trained, resumed or saved
-        return None
-    if directory and manifest:
-        training_state.load(directory, manifest, model, optimizer, run.ranks)
-        run.fp8.after_step(model)
-        if run.scaler is not None and manifest.scaler:
-            for name, value in manifest.scaler.items():
-                getattr(run.scaler, name).fill_(value)
-        _resume_dropout(run, directory, manifest)
-    return Saver(run, model, optimizer) if run.attempt.saves else None
+def state_parts(model: HasWeights, optimizer: Optimizer) -> dict[str, Part]:
+    """This rank's part of every tensor that training changes: p/NAME, or KEY/NAME of the optimizer."""
+    parts = {}
+    for weight, parameter in model.weights():
+        for key, tensor in {"p": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
+            if isinstance(tensor, Tensor) and tensor.ndim:
+                own = shard_of_whole(weight, model.layout, tensor)
+                parts[f"{key}/{weight.name}"] = Part(*own, weight.shape)
+            elif isinstance(tensor, Tensor):
+                parts[f"{key}/{weight.name}"] = Part(*local_shard(tensor), ())
+    return parts
 
 
-def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> None:
-    if manifest.layout == layout(run):
-        training_state.restore_random_state(directory, run.ranks.rank, run.device)
-        return
-    seed = hash((run.plan.args.seed, run.ranks.rank, manifest.step)) % 2**63
-    torch.manual_seed(seed)
-    if any((run.plan.work.config.residual_dropout, run.plan.work.config.attention_dropout)):
-        run.result.remark(
-            f"dropout draws other numbers than before step {manifest.step}: the layout is another"
-        )
+def process_parts(run: Run) -> dict[str, Part]:
+    """The loss scale, and what dropout draws from: for this layout, since it differs between ranks."""
+    tensors = {f"{layout(run)}/{run.ranks.rank}/cpu": torch.get_rng_state()}
+    if run.device.type == "cuda":
+        tensors[f"{layout(run)}/{run.ranks.rank}/cuda"] = torch.cuda.get_rng_state(run.device)
+    for name in run.scaler.STATE if run.scaler else ():
+        tensors[f"scaler/{name}"] = getattr(run.scaler, name)
+    return {name: Part(*local_shard(tensor), tensor.shape) for name, tensor in tensors.items()}
 
 
 def layout(run: Run) -> str:
@@ -71,33 +66,61 @@ def layout(run: Run) -> str:
     return f"{run.plan.script} on {work.world}, {work.parallelism}, {micro_batches}"
 
 
-@dataclasses.dataclass
-class _Share:
-    """What a rank wrote of a checkpoint, or why it could not."""
+@torch.no_grad()
+def load(run: Run, model: HasWeights, optimizer: Optimizer) -> None:
+    """Set all that training changes, in place, from the checkpoint that a run goes on from.
 
-    name: str
-    size: int = 0
-    crc: int = 0
-    tensors: dict[str, manifests.StoredTensor] = dataclasses.field(default_factory=dict)
-    finite: bool = True
-    error: str | None = None
+    UsageError for a tensor that is missing, left over, or of another shape or order of rows.
+    """
+    if run.start.checkpoint is None:
+        return
+    path, facts = run.start.checkpoint
+    try:
+        stored = stored_tensors(path)
+        of_optimizer = {name.partition("/")[0] for name in stored} - {"p"}
+        shares = getattr(optimizer, "shares", {})  # --zero1: moments are of these
+        for weight, parameter in model.weights():
+            if facts.groups.get(weight.name, 1) != weight.groups:
+                raise UsageError(
+                    f"{path}: {weight.name} has rows in another order: only one of the two runs has "
+                    "Transformer Engine's modules; use --init-from"
+                )
+            for key in sorted(of_optimizer):
+                if (found := stored.get(f"{key}/{weight.name}")) is not None:
+                    # Moments have the parameter's format, a number its own.
+                    number = torch.zeros((), dtype=found.properties.dtype, device=parameter.device)
+                    moment = torch.zeros_like(shares.get(parameter, parameter))
+                    optimizer.state[parameter].setdefault(key, moment if found.size else number)
+        parts, process = state_parts(model, optimizer), process_parts(run)
+        ours = set().union(*gather(run.ranks, {*parts}))  # a pipeline's stage has some of them
+        weights = {name for name in stored if not name.startswith(("scaler/", facts.layout))}
+        if left := weights - ours:
+            raise UsageError(f"{path}: holds {min(left)}, which this run has no place for")
+        known = {name: part for name, part in process.items() if name in stored}
+        read_parts(path, parts | known)
+    except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+        raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
+    if facts.layout == layout(run):
+        torch.set_rng_state(process[f"{layout(run)}/{run.ranks.rank}/cpu"].values)
+        if run.device.type == "cuda":
+            cuda = process[f"{layout(run)}/{run.ranks.rank}/cuda"].values
+            torch.cuda.set_rng_state(cuda, run.device)
+        return
+    torch.manual_seed(hash((run.plan.args.seed, run.ranks.rank, facts.step)) % 2**63)
+    if any((run.plan.work.config.residual_dropout, run.plan.work.config.attention_dropout)):
+        run.result.remark(
+            f"dropout draws other numbers than before step {facts.step}: the layout is another"
+        )
 
 
-@dataclasses.dataclass
-class _Save:
-    """One save in its thread. The staged copies are its own until the next save."""
+class _Planner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].values
 
-    step: int
-    deadline: float
-    scale: dict[str, float] | None
-    thread: threading.Thread = dataclasses.field(default_factory=threading.Thread)
-    # The first to take it decides: the thread, to commit, or the loop, to give up.
-    fate: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def lasts(self, until: float) -> bool:
-        """Whether it is still running at that time (`time.monotonic()`)."""
-        self.thread.join(max(0.0, until - time.monotonic()))
-        return self.thread.is_alive()
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> None:
+        """Nothing of the place where it was written."""
 
 
 class Saver:
@@ -105,72 +128,55 @@ class Saver:
 
     def __init__(self, run: Run, model: HasWeights, optimizer: Optimizer):
         self.run, self.model, self.optimizer = run, model, optimizer
-        self.files, self.directory = Files(), run.attempt.place
-        self.copies: dict[str, Tensor] = {}  # of this rank's shares, in host memory
-        self.saving: _Save | None = None
+        self.directory = run.directory / "checkpoints"
+        self.wish = Wish()
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, SAVES)
+        self.saving: concurrent.futures.Future[str | None] | None = None
+        self.step = 0  # of that save
         self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
-        self.asked = STOP if early_wish() else 0.0
-        self.number = early_wish()
+        self.planner = _Planner(flatten_state_dict=False)
+        self.plan: Any = None  # what this rank writes, once there was a save
+        self.last_good = run.start.first_step or None
         self.failed: str | None = None
-        self.group: dist.ProcessGroup | None = None
+        self.data = run.start.checkpoint[1].data if run.start.checkpoint else {}
         self.stalls: list[float] = []
         self.writes: list[float] = []
+        self.group: dist.ProcessGroup | None = None
         run.result.metrics.n_checkpoints = 0
-        before = run.attempt.manifest
-        self.last_good = before.step if before else None
-        self.data = before.data if before else {}
         if run.ranks.world > 1:
             timeout = datetime.timedelta(seconds=SAVE_S)
             self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-        # The attempt before may have been killed as it removed older ones.
-        if before and run.ranks.main:
-            self._retain()
+
+    def stop_request(self) -> Tensor:
+        """1 where this rank was asked to stop, else 0; averaged over the ranks with a step's loss."""
+        return torch.full((), float(self.wish.number is not None), device=self.run.device)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the first signal is a wish: all ranks save and stop at the same step."""
-        heard = Heard(early_wish())
-
-        def wish(number: int, frame) -> None:
-            if heard.again(number):
-                if callable(handler := before[number]):
-                    handler(number, frame)
-            elif not self.asked:
-                self.asked, self.number = STOP, number
-
+        """Inside, a signal asks all ranks to save and to stop at the same step."""
         if self.run.hang:
             self.run.hang.save_s = SAVE_S + STOPPING_S
         try:
-            with handled_by(wish, SAVING) as before:
+            with self.wish.listening():
                 yield
-        except (Interrupted, KeyboardInterrupt) as error:
-            if not isinstance(error, Preempted):
-                self._give_up()  # at once
+        except BaseException as error:
+            if not isinstance(error, Exception | Preempted):  # at once
+                self.finish(time.monotonic())
             raise
         finally:
             self.finish()
-            self.run.saved_at = time.time()
-
-    def wishes(self, device: torch.device) -> Tensor:
-        """What this rank asks of all, to be averaged over them with the loss of a step."""
-        return torch.full((), self.asked, device=device)
+            self.thread.shutdown(wait=not self.given_up)
 
     def before(self, step: int) -> None:
-        """Stop here if some rank asked for it two steps ago; that step's event has long passed."""
-        if step < self.run.plan.schedule.start + 2:
+        """Stop here if some rank was asked to two steps ago; that step's event has long passed."""
+        if step < self.run.plan.schedule.start + 2 or not self.run.log.stop_of(step - 2):
             return
-        wished = self.run.log.wish_of(step - 2) * self.run.ranks.world
-        if not wished:
-            return
-        if wished >= NOT_FINITE:
-            good = "none" if self.last_good is None else f"step {self.last_good}"
-            raise NotFinite(f"the state is not finite at step {step}; last good checkpoint: {good}")
-        deadline = time.monotonic() + SAVE_S
-        self.finish()
+        until = time.monotonic() + SAVE_S
+        self.finish(until)
         if self.last_good != step:
-            self._save(step, deadline)
-            self.finish()
-        why = signal_said(self.number) if self.number else None
+            self.save(step)
+            self.finish(until)
+        why = signal_said(self.wish.number) if self.wish.number else None
         if self.last_good != step:
             raise Preempted(f"{why or 'a signal'}, and could not be saved: {self.failed}")
         ignore((*ENDING, signal.SIGUSR1))
@@ -179,147 +185,122 @@ class Saver:
         raise Preempted(why or "a signal", step)
 
     def after(self, step: int) -> None:
+        """Save if it is time to."""
         plan = self.run.plan
         if (step + 1) % plan.args.save_every == 0 or step + 1 == plan.schedule.total:
-            self._save(step + 1)
+            self.save(step + 1)
 
-    def _save(self, step: int, deadline: float | None = None) -> None:
+    def save(self, step: int) -> None:
         """Copy the state before step number `step`, and write it; the loop waits for the copy alone."""
-        start = time.perf_counter()
+        begin, run = time.perf_counter(), self.run
         self.finish()
         if self.given_up:
             return
-        share = _Share(training_state.file_of(self.run.ranks.rank))
-        tensors = training_state.random_state(self.run.device)
-        for name, weight, tensor in training_state.state_tensors(self.model, self.optimizer):
-            own, parts = training_state.own_share(self.model, weight, tensor, self.run.ranks), []
-            if own is not None:
-                tensors[name] = own[0]
-                parts.append(own[1])
-            share.tensors[name] = manifests.StoredTensor(
-                dtype=NAMES[tensor.dtype],
-                shape=weight.shape if tensor.ndim else (),
-                groups=weight.groups,
-                parts=parts,
-            )
-        event = training_state.copy_to_host(tensors, self.copies, self.run.device)
-        # A committed step's losses are on disk before it is.
-        self.run.end_steps()
-        synchronize(self.run.device)
-        self.run.log.pause()
-        scaler = self.run.scaler
-        scale = scaler and {name: float(getattr(scaler, name)) for name in scaler.STATE}
-        save = _Save(step, deadline or time.monotonic() + SAVE_S, scale)
-        arguments = save, event, share
-        save.thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=SAVES)
-        save.thread.start()
-        self.saving = save
-        schedule, m = self.run.plan.schedule, self.run.result.metrics
-        self.stalls.append(time.perf_counter() - start)
-        m.checkpoint_stall_s = statistics.fmean(self.stalls)
-        self.run.log.start()
+        parts = state_parts(self.model, self.optimizer) | process_parts(run)
+        if self.plan is None:
+            self._share_out(parts)
+        for name, staged in self.planner.state_dict.items():
+            staged.values.copy_(parts[name].values, non_blocking=True)
+        run.end_steps()
+        synchronize(run.device)
+        run.log.pause()
+        self.step, self.saving = step, self.thread.submit(self._write, step)
+        self.stalls.append(time.perf_counter() - begin)
+        run.result.metrics.checkpoint_stall_s = statistics.fmean(self.stalls)
+        run.log.start()
+        schedule, m = run.plan.schedule, run.result.metrics
         if schedule.window_begin <= step - 1 < schedule.window_end - 1:
             m.window_saves = (m.window_saves or 0) + 1
 
-    def finish(self) -> None:
-        """Wait until nothing is being written, or a save's time is over."""
-        if self.saving and self.saving.lasts(self.saving.deadline):
-            self._give_up(f"after {SAVE_S:g} s")
-        self.saving = None
+    def _share_out(self, parts: dict[str, Part]) -> None:
+        """At the first save: what each rank writes of what several have, and memory for it."""
+        self.planner.set_up_planner(parts, is_coordinator=self.run.ranks.main)
+        groups = {
+            weight.name: weight.groups for weight, _ in self.model.weights() if weight.groups > 1
+        }
+        shared = gather(self.run.ranks, (self.planner.create_local_plan(), groups), self.group)
+        plans, self.metadata = self.planner.create_global_plan([plan for plan, _ in shared])
+        plans = FileSystemWriter(self.directory).prepare_global_plan(plans)
+        self.plan = plans[self.run.ranks.rank]
+        self.groups = {name: n for _, named in shared for name, n in named.items()}
+        pinned, own = self.run.device.type == "cuda", [item.index.fqn for item in self.plan.items]
+        memory = {
+            name: torch.empty_like(parts[name].values, device="cpu", pin_memory=pinned)
+            for name in own
+        }
+        self.planner.state_dict = {name: parts[name]._replace(values=memory[name]) for name in own}
 
-    def _give_up(self, when: str = "at once") -> None:
-        """Save no more. The thread keeps the staged copies, and cannot commit them."""
+    def finish(self, until: float | None = None) -> None:
+        """Wait until nothing is being written, or until that time (`time.monotonic()`)."""
         save, self.saving = self.saving, None
-        if save and save.lasts(0.0):
-            self.given_up = True
-            if save.fate.acquire(blocking=False):
-                text = f"step {save.step} was not saved: given up {when}"
-            else:  # it is getting its name just now
-                text = f"the save of step {save.step} did not end"
-            self._tell(f"{text}; no more saves are made")
-
-    def _write(self, save: _Save, event: torch.cuda.Event | None, share: _Share) -> None:
-        """In a thread: write this rank's share; rank 0 commits what all have written."""
-        start, ranks = time.perf_counter(), self.run.ranks
-        part = self.directory / f".step-{save.step:08}.part"
+        if save is None:
+            return
         try:
-            if event:
-                event.synchronize()
-            floats = (t for t in self.copies.values() if t.is_floating_point())
-            share.finite = all(bool(t.isfinite().all()) for t in floats)
-            share.error = failure_of(self._write_share, part, share)
-            shares = gather(ranks, share, self.group)
-            problem = None
-            if ranks.main and (problem := failure_of(self._commit, save, part, shares)):
-                failure_of(self.files.remove, part)
-            (problem, *_) = gather(ranks, problem, self.group)
-            if problem:
-                self._tell(f"step {save.step} was not saved: {problem}")
-                if not all(s.finite for s in shares):
-                    self.asked = NOT_FINITE
-                return
-            self.last_good, self.failed = save.step, None
-            self.writes.append(time.perf_counter() - start)
-            m, size = self.run.result.metrics, sum(s.size for s in shares)
+            why = save.result(SAVE_S if until is None else max(0.0, until - time.monotonic()))
+        except Exception as error:  # a failed save does not fail the run
+            self.given_up = True  # who waits for whom is no longer known
+            why = f"{one_line(error) or 'it took too long'}; no more saves are made"
+        if why is None:
+            self.last_good = self.step
+        else:
+            self.failed = f"step {self.step} was not saved: {why}"
+            self.run.result.remark(self.failed)
+            if self.run.ranks.main:
+                say(self.failed)
+
+    def _write(self, step: int) -> str | None:
+        """In a thread: write this rank's parts; rank 0 commits what all have written. Why not, if not."""
+        begin, run, files = time.perf_counter(), self.run, {}
+        path = self.directory / f"step-{step:08}.tmp"
+        writer = _Writer(path, per_thread_copy_ahead=0)
+        results, why = [], None
+        try:
+            if not all(part.values.isfinite().all() for part in self.planner.state_dict.values()):
+                raise ValueError("a number in it is not finite")
+            path.mkdir(parents=True, exist_ok=True)
+            results = writer.write_data(self.plan, self.planner).wait()
+            for name in {result.storage_data.relative_path for result in results}:
+                files[name] = checkpoints.describe_file(path / name)
+        except (OSError, ValueError) as error:
+            why = f"rank {run.ranks.rank}: {checkpoints.reason(error)}"
+        shares = gather(run.ranks, (why, results, files), self.group)
+        why = next((why for why, _, _ in shares if why), None)
+        if run.ranks.main:
+            try:
+                if why is None:
+                    writer.finish(self.metadata, [results for _, results, _ in shares])
+                    checkpoints.synchronize(path / ".metadata")
+                    files[".metadata"] = checkpoints.describe_file(path / ".metadata")
+                    os.fsync(run.steps.fileno())
+                    for _, _, described in shares:
+                        files |= described
+                    checkpoints.commit(self._facts(step, files), path)
+                    checkpoints.remove_older(run.directory)
+            except (OSError, ValueError) as error:
+                why = checkpoints.reason(error)
+            shutil.rmtree(path, ignore_errors=True)
+        (why, *_) = gather(run.ranks, why, self.group)
+        if why is None:
+            self.writes.append(time.perf_counter() - begin)
+            m, size = run.result.metrics, sum(file.bytes for file in files.values())
             m.n_checkpoints, m.checkpoint_bytes = len(self.writes), size
             m.checkpoint_write_s = statistics.fmean(self.writes)
             m.checkpoint_gb_per_s = size / m.checkpoint_write_s / 1e9
-        except Exception as error:  # a failed save does not fail the run
-            self.given_up |= ranks.world > 1  # who waits for whom is no longer known
-            more = "; no more saves are made" * self.given_up
-            self._tell(f"step {save.step} was not saved: {one_line(error)}{more}")
+        return why
 
-    def _write_share(self, part: Path, share: _Share) -> None:
-        self.files.make(part)
-        share.size, share.crc = self.files.write(part / share.name, encoded(self.copies))
-
-    def _commit(self, save: _Save, part: Path, shares: list[_Share]) -> None:
-        """On rank 0: the manifest, then the final name, then older checkpoints go."""
-        for rank, share in enumerate(shares):
-            if share.error:
-                raise ValueError(f"rank {rank}: {share.error}")
-        if not all(share.finite for share in shares):
-            raise ValueError("a number in it is not finite")
-        manifest = self._manifest(save, shares)
-        self.files.write(part / manifests.MANIFEST, [manifest.text().encode()])
-        self.files.synchronize(self.run.steps.fileno())
-        if not save.fate.acquire(blocking=False):
-            raise ValueError("given up")
-        self.files.synchronize_names(part)
-        self.files.rename(part, self.directory / f"step-{save.step:08}")
-        self.files.synchronize_names(self.directory)
-        self._retain()
-
-    def _retain(self) -> None:
-        """Remove older checkpoints than are to be kept."""
-        if why := failure_of(manifests.retain, self.directory, self.files):
-            self._tell(f"older checkpoints stay: {why}")
-
-    def _manifest(self, save: _Save, shares: list[_Share]) -> manifests.Manifest:
-        run, work = self.run, self.run.plan.work
+    def _facts(self, step: int, files: dict[str, checkpoints.FileFacts]) -> checkpoints.Facts:
+        run, config = self.run, self.run.plan.work.config
         with contextlib.suppress(OSError):  # moved away since
-            self.data = manifests.describe_data(run.plan.args, self.data)
-        tensors = dict(shares[0].tensors)
-        for name, stored in (item for share in shares[1:] for item in share.tensors.items()):
-            tensors.setdefault(name, stored.model_copy(update={"parts": []})).parts += stored.parts
-        return manifests.Manifest(
+            self.data = checkpoints.describe_data(run.plan.args, self.data)
+        return checkpoints.Facts(
             run=run.result.run_name,
-            step=save.step,
+            step=step,
             layout=layout(run),
-            args=run.result.args,
-            global_batch=work.batch.global_batch,
-            seq_len=work.batch.seq_len,
-            model_hash=work.config.hash,
-            config=work.config.raw,
+            args=checkpoints.resolved_flags(run.plan),
+            model_hash=config.hash,
+            config=config.raw,
             data=self.data,
-            scaler=save.scale,
             linear=run.result.linear,
-            tensors=tensors,
-            files={s.name: manifests.StoredFile(bytes=s.size, crc32=s.crc) for s in shares},
+            groups=self.groups,
+            files=files,
         )
-
-    def _tell(self, text: str) -> None:
-        self.failed = text
-        if self.run.ranks.main:
-            self.run.result.remark(text)
-            say(text)
