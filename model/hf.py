@@ -192,23 +192,24 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
             value[torch.cat(segment_rows(weight))] = value[stored]
         return value
 
-    readers = {}
     try:
-        groups = parse_json((directory / "facts.json").read_text())["facts"]["groups"]
-        stored = stored_tensors(directory)
-        for weight, parameter in model.weights():
-            if (tensor := stored.get(f"p/{weight.name}")) is None:
-                raise ConfigError(
-                    f"{directory}: has no {weight.name}; is it a checkpoint of that model?"
-                )
-            if (shape := list(tensor.size)) != list(parameter.shape):
-                raise _misfit(f"{directory}: {weight.name}", shape, model.config, parameter.shape)
-            order = groups.get(weight.name, 1)
-            readers[weight.name] = functools.partial(read, f"p/{weight.name}", order)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{directory}: is no checkpoint of this model: {error!r}") from None
+        stored = {
+            name.partition(",")[0]: (name, t) for name, t in stored_tensors(directory).items()
+        }
+    except (OSError, pickle.UnpicklingError, EOFError) as error:
+        raise ConfigError(f"{directory}: cannot be read: {error!r}") from None
+    readers = {}
+    for weight, parameter in model.weights():
+        if (found := stored.get(f"p/{weight.name}")) is None:
+            raise ConfigError(
+                f"{directory}: has no {weight.name}; is it a checkpoint of that model?"
+            )
+        name, tensor = found
+        if list(tensor.size) != list(parameter.shape):
+            where = f"{directory}: {weight.name}"
+            raise _misfit(where, list(tensor.size), model.config, parameter.shape)
+        order = re.search(r", rows in (\d+) groups", name)
+        readers[weight.name] = functools.partial(read, name, int(order[1]) if order else 1)
     return readers
 
 

@@ -1,6 +1,5 @@
 """Parts of tensors, as torch.distributed.checkpoint plans, writes and reads them."""
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -11,18 +10,19 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from llm_train_bench.model.weights import Shard
+from llm_train_bench.model.weights import Shard, Weight
 
-# What PyTorch pickles into a checkpoint's metadata. The file of a stranger could name any function.
-PICKLED = """_StorageInfo BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex Size StorageMeta
-    TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING _get_layout""".split()
+
+def stored_name(key: str, weight: Weight) -> str:
+    """The name of a tensor: `p` or the optimizer's key, the weight's, and the order of its rows."""
+    order = f", rows in {weight.groups} groups" if weight.groups > 1 else ""
+    return f"{key}/{weight.name}{order}"
 
 
 class Part(NamedTuple):
@@ -52,27 +52,15 @@ class Part(NamedTuple):
         ]
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or (name in PICKLED and module.partition(".")[0] == "torch"):
-            return super().find_class(module, name)
-        raise ValueError(f".metadata: {module}.{name} is no part of a checkpoint")
-
-
 class _Planner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].values
 
 
-def _read_metadata(directory: Path) -> Metadata:
-    with (directory / ".metadata").open("rb") as f:
-        return _Unpickler(f).load()
-
-
 def stored_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint by name, with shape (`size`) and format (`properties.dtype`)."""
-    return cast(dict[str, TensorStorageMetadata], _read_metadata(directory).state_dict_metadata)
+    metadata = FileSystemReader(directory).read_metadata()
+    return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
 def read_parts(directory: Path, parts: Mapping[str, Part]) -> None:
@@ -81,8 +69,7 @@ def read_parts(directory: Path, parts: Mapping[str, Part]) -> None:
     ValueError or RuntimeError for a tensor that is not in it, or has another shape.
     """
     reader, planner = FileSystemReader(directory), _Planner(flatten_state_dict=False)
-    planner.metadata = _read_metadata(directory)
-    planner.state_dict = dict(parts)
+    planner.metadata, planner.state_dict = reader.read_metadata(), dict(parts)
     plan = planner.create_local_plan()
     reader.set_up_storage_reader(planner.metadata, is_coordinator=True)
     reader.read_data(plan, planner).wait()

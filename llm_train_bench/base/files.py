@@ -5,11 +5,14 @@ import errno
 import fcntl
 import hashlib
 import os
+import platform
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from llm_train_bench.base.start import ROOT
 
@@ -64,6 +67,45 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def hold_lock(path: Path, instead: str) -> TextIO:
+    """A lock file, which this process holds until it closes it or ends; it names the process.
+
+    Where there are no locks, as on some network file systems, nobody is refused. UsageError, with what to
+    do `instead`, while another process holds it.
+    """
+    lock = path.open("a+", encoding="utf-8", errors="replace")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        who = lock.read() or "another process"
+        raise UsageError(f"{path.parent}: {who} is alive, and writes there; {instead}") from None
+    except OSError:
+        pass
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}")
+    lock.flush()
+    return lock
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file, as it is read back."""
+    crc = 0
+    with path.open("rb") as f:
+        while part := f.read(2**24):
+            crc = zlib.crc32(part, crc)
+    return crc
+
+
+def synchronize(path: Path) -> None:
+    """Wait until the content of a file, or the names in a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
         os.close(descriptor)
 
 

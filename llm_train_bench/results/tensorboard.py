@@ -18,6 +18,7 @@ from llm_train_bench.results.schema import METER_LENGTH, Result
 from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults
 
 Event: Any = vars(event_pb2)["Event"]  # classes of protocol buffers are made at run time
+SessionLog: Any = vars(event_pb2)["SessionLog"]
 Summary: Any = vars(summary_pb2)["Summary"]
 
 
@@ -37,14 +38,17 @@ class TensorBoardFile:
         peak_tflops: float | None,
         n_devices: int,
         memory: Callable[[], dict[str, float | None]],
+        first_step: int = 0,
     ):
         # The caller writes: a writing thread would take time from the loop at any moment, and could
         # not report a full disk.
-        directory.mkdir()
+        directory.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
         self.file = (directory / name).open("wb")
         self.records = RecordWriter(self.file)
         self._add(file_version="brain.Event:2")
+        # What earlier attempts wrote of this step and of later ones is not shown.
+        self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.n_devices, self.memory = n_devices, memory
         self.last_memory, self.last_memory_step = 0.0, -1
@@ -125,7 +129,7 @@ class TensorBoardFile:
             self._scalars(metrics, step)
         if last > self.last_memory_step:
             self._add_memory(last)
-        losses = [(0, m.val_loss_before), *m.val_losses, (last + 1, m.val_loss)]
+        losses = [(result.first_step, m.val_loss_before), *m.val_losses, (last + 1, m.val_loss)]
         for step, loss in losses if m.val_loss_before is not None else ():
             self._scalars({"validation/loss": loss}, step)
         self.file.flush()

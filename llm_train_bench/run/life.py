@@ -20,10 +20,10 @@ from llm_train_bench.parallel.ranks import Ranks, broken_group, on_main, tell_la
 from llm_train_bench.results.console import print_header, say
 from llm_train_bench.results.figures import fill_flop_metrics
 from llm_train_bench.results.goodput import fill_goodput
+from llm_train_bench.results.result_files import read_steps
 from llm_train_bench.run.checkpoint.attempt import Start
 from llm_train_bench.run.failures import keep_error, report
 from llm_train_bench.run.hang import HangWatch
-from llm_train_bench.results.result_files import read_steps
 from llm_train_bench.run.provenance import open_result
 from llm_train_bench.run.record import RunRecord
 from llm_train_bench.settings.plan import Plan

@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -100,6 +101,7 @@ class RunRecord:
             first_step = self.make_directory()
             self.file = ResultFile(self.directory, self.n_steps)
             self.steps = StepsFile(self.directory / "steps.jsonl", first_step)
+            self.sinks += [self.steps, *self._open_displays(first_step)]
         except FileExistsError as error:
             raise UsageError(
                 f"{error.filename}: exists already; nothing was touched, choose another --run-name "
@@ -112,20 +114,20 @@ class RunRecord:
                 f"--output-dir {self.output.output_dir}: cannot be written: {error.strerror}; "
                 "choose another"
             ) from None
-        r = self.result
-        count, peak = r.device.count, r.device.peak_bf16_tflops
-        flops = self.flops_per_token
-        self.sinks.append(self.steps)
+        self.tracked = [WandbRun(self.result, self.directory)] if self.output.track else []
+        self.sinks += self.tracked
+
+    def _open_displays(self, first_step: int) -> Iterator[ProgressDisplay | TensorBoardFile]:
+        device, flops = self.result.device, self.flops_per_token
         if not self.output.quiet:
-            own = flops and flops / count
-            self.sinks.append(ProgressDisplay(self.n_steps, own, peak, self.bar))
+            own = flops and flops / device.count
+            yield ProgressDisplay(self.n_steps, own, device.peak_bf16_tflops, self.bar)
         if not self.output.no_tensorboard:
             directory, memory = self.directory / "tensorboard", lambda: peak_memory(self.device)
-            board = TensorBoardFile(directory, flops, peak, count, memory)
-            self.sinks.append(board)
-            board.describe(r)
-        self.tracked = [WandbRun(r, self.directory)] if self.output.track else []
-        self.sinks += self.tracked
+            peak = device.peak_bf16_tflops
+            board = TensorBoardFile(directory, flops, peak, device.count, memory, first_step)
+            board.describe(self.result)
+            yield board
 
     def make_directory(self) -> int:
         """Make the run's directory; the run's first step."""

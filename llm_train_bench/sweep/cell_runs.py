@@ -1,7 +1,6 @@
 """Run one cell of a sweep in its own process; whatever happens becomes a row. Needs no torch."""
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -12,13 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base import start
-from llm_train_bench.base.errors import UsageError, one_line, printable, printable_data
-from llm_train_bench.base.files import ROOT, write_whole
+from llm_train_bench.base.errors import one_line, printable, printable_data
+from llm_train_bench.base.files import ROOT, hold_lock, write_whole
 from llm_train_bench.base.machine import cpu_name, detect_platform, installed_version
 from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.json_files import parse_json, plain_text
@@ -187,7 +185,8 @@ class Rows:
     def __init__(self, path: Path):
         self.path = path
         self.rows: dict[str, CellRow] = {}
-        self._lock()
+        other = "wait for it, or give another --output-dir"
+        self.lock = hold_lock(path.with_name("sweep.lock"), other)  # until this process ends
         lines = plain_text(path, 1024, errors="replace").split("\n") if path.exists() else []
         for number, line in enumerate(lines, 1):
             with contextlib.suppress(ValueError):
@@ -199,20 +198,6 @@ class Rows:
             if number < len(lines):  # the last may be cut off: the sweep was killed
                 print(f"{path}:{number}: is damaged; its setting runs again")
         self._rewrite()
-
-    def _lock(self) -> None:
-        """Until this process ends, even by SIGKILL, no other sweep writes here."""
-        directory = os.open(self.path.parent, os.O_RDONLY)
-        weakref.finalize(self, os.close, directory)
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"{self.path.parent}: another sweep is running there; wait for it, or give another "
-                "--output-dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
 
     def forget(self, *statuses: str) -> None:
         """Drop rows with these statuses, and what their runs wrote."""

@@ -1,9 +1,7 @@
-"""Where a run starts: who may write into its directory, its attempts, and the checkpoint it goes on from."""
+"""Where a run starts: its directory with the attempts in it, and the checkpoint that it goes on from."""
 
 import dataclasses
 import fcntl
-import os
-import platform
 import shutil
 import time
 import uuid
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llm_train_bench.base.errors import OwnError, UsageError
+from llm_train_bench.base.files import hold_lock
 from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main
 from llm_train_bench.results.result_files import begin_attempt, read_result, read_steps
 from llm_train_bench.results.schema import Attempt
@@ -19,29 +18,6 @@ from llm_train_bench.run.provenance import default_name
 from llm_train_bench.settings.plan import Plan
 
 LOCK = "run.lock"
-
-
-def take_lock(directory: Path) -> TextIO:
-    """The file whose lock is the right to write in a run's directory; it names this process.
-
-    The lock ends with the file or the process. Where there are no locks, as on some network file systems,
-    nobody is refused. UsageError while another process holds it.
-    """
-    lock = (directory / LOCK).open("a+", encoding="utf-8", errors="replace")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        raise UsageError(
-            f"{directory}: {lock.read() or 'another process'} writes there and is alive; end it first, or "
-            "choose another --run-name"
-        ) from None
-    except OSError:
-        pass  # this file system has no locks
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {platform.node()}")
-    lock.flush()
-    return lock
 
 
 @dataclasses.dataclass
@@ -65,13 +41,18 @@ class Start:
         """The first step that this attempt does."""
         return self.checkpoint[1].step if self.checkpoint else 0
 
+    def take_lock(self) -> None:
+        """Keep others from writing in the directory; UsageError while one does."""
+        instead = "end it first, or choose another --run-name"
+        self.lock = self.lock or hold_lock(self.directory / LOCK, instead)
+
     def open(self) -> None:
         """Take the directory, and clear up what attempts before this one left unfinished in it.
 
         Checkpoints that are newer than this attempt's are damaged: they are set aside, so that their
         steps can be saved again.
         """
-        self.lock = self.lock or take_lock(self.directory)
+        self.take_lock()
         shutil.rmtree(self.directory / "errors", ignore_errors=True)
         for path in self.directory.glob("checkpoints/step-*.tmp"):
             shutil.rmtree(path)
@@ -94,7 +75,7 @@ def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
     start = on_main(ranks, lambda: _find_start(plan))
     if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
         raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; set --amp")
-    if start.checkpoint and (before := start.checkpoint[1].args["amp"]) not in ("auto", amp):
+    if start.checkpoint and (before := start.checkpoint[1].args["amp"]) != amp:
         start.notes.append(f"before, --amp was {before}; now it is {amp}")
     left = dataclasses.replace(plan.schedule, start=start.first_step)
     return dataclasses.replace(plan, schedule=left), start
@@ -105,26 +86,25 @@ def _find_start(plan: Plan) -> Start:
     flags = plan.args
     name = flags.run_name or default_name(plan.work.config.name, vars(flags))
     start = Start(Path(flags.output_dir) / name)
-    sources = [Path(flags.resume)] if flags.resume not in (None, "auto") else []
-    if flags.resume == "auto" and start.directory.exists():
+    goes_on = flags.resume == "auto" and start.directory.exists()
+    if goes_on:
         files = {path.name for path in start.directory.iterdir()}
         if files and not files & {"result.json", LOCK}:
             raise UsageError(
                 f"{start.directory}: is no directory of a run; choose another --run-name"
             )
-        start.lock = take_lock(start.directory)
-        sources.append(start.directory)
-    for source in sources:
-        found = checkpoints.checkpoints_at(source)
-        start.checkpoint = checkpoints.newest_good(found, start.notes)
-        if start.checkpoint is None and (found or source != start.directory):
-            why = f" ({start.notes[0]})" if start.notes else ""
-            raise UsageError(f"--resume {source}: holds no checkpoint that can be read{why}")
+        start.take_lock()
+    source = start.directory if flags.resume == "auto" else flags.resume and Path(flags.resume)
+    found = checkpoints.checkpoints_at(source) if source else []
+    start.checkpoint = checkpoints.newest_good(found, start.notes)
     if start.checkpoint:
         checkpoints.check_same_training(start.checkpoint[1], start.checkpoint[0], plan)
+    elif found or flags.resume not in (None, "auto"):
+        why = f" ({start.notes[0]})" if start.notes else ""
+        raise UsageError(f"--resume {source}: holds no checkpoint that can be read{why}")
     elif flags.resume:
         start.notes.append(f"no checkpoint of {name}; starts from step 0")
-    if start.lock:
+    if goes_on:
         _read_attempts(start)
     start.attempts.append(begin_attempt(start.first_step))
     return start

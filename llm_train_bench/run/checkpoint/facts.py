@@ -5,20 +5,19 @@ gets this name last, so what has the name is complete.
 """
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from llm_train_bench.base.documents import index_path
 from llm_train_bench.base.errors import UsageError, one_line
+from llm_train_bench.base.files import checksum, synchronize
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
-from llm_train_bench.results.console import say
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.settings.flags import LEARNT, Args, flag_of, of_kind, present_flags
 from llm_train_bench.settings.plan import Plan
@@ -32,16 +31,16 @@ ALSO_EQUAL = ("n_steps", "warmup_steps", "pad_vocab", "global_bsz")
 LONG = 2**28
 
 
-class FileFacts(Strict):
-    """A file's size, CRC-32 and time of change."""
+class DataFile(NamedTuple):
+    """A file of data: size [bytes], time of change [ns since 1970] and CRC-32."""
 
-    bytes: int
+    size: int
+    changed: int
     crc32: int
-    mtime_ns: int = 0
 
 
 class Facts(Strict):
-    """facts.json. Tensors are in the other files: p/NAME, and KEY/NAME for the optimizer's KEY."""
+    """facts.json. Tensors are in the other files; model/stored.py names them."""
 
     schema_version: Literal[4] = 4
     run: str
@@ -52,35 +51,15 @@ class Facts(Strict):
     """With the resolved seq_len and global_bsz."""
     model_hash: str
     config: dict[str, Any]
-    data: dict[str, FileFacts]
+    data: dict[str, DataFile]
     linear: str | None
     """Library of linear layers, with which a resumed run goes on; None if none was chosen."""
-    groups: dict[str, int]
-    """Weight.groups of each parameter whose rows are in several."""
-    files: dict[str, FileFacts]
-
-
-def describe_file(path: Path) -> FileFacts:
-    """Size, checksum and time of change of a plain file; OSError if it cannot be read."""
-    crc = 0
-    with plain_file(path).open("rb") as f:
-        while part := f.read(2**24):
-            crc = zlib.crc32(part, crc)
-        stat = os.fstat(f.fileno())
-    return FileFacts(bytes=stat.st_size, crc32=crc, mtime_ns=stat.st_mtime_ns)
-
-
-def synchronize(path: Path) -> None:
-    """Wait until the content of a file, or the names in a directory, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    files: dict[str, int]
+    """The CRC-32 of each."""
 
 
 def commit(facts: Facts, directory: Path) -> None:
-    """Write facts.json, with a checksum of its own, and give the checkpoint its final name."""
+    """Write facts.json, give the checkpoint its final name, and remove the ones that are too old."""
     content = storable(facts.model_dump(mode="json"))
     crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
     (directory / FACTS).write_text(json.dumps({"crc32": crc, "facts": content}), encoding="utf-8")
@@ -88,6 +67,8 @@ def commit(facts: Facts, directory: Path) -> None:
     synchronize(directory)
     directory.rename(directory.with_suffix(""))
     synchronize(directory.parent)
+    for path in checkpoints_at(directory.parent)[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_facts(directory: Path) -> Facts:
@@ -101,9 +82,8 @@ def read_facts(directory: Path) -> Facts:
         facts = Facts.model_validate(content["facts"])
     except ValidationError as error:
         raise ValueError(f"{FACTS} is of another version: {first_problem(error)}") from None
-    for name, written in facts.files.items():
-        found = describe_file(directory / Path(name).name)
-        if (found.bytes, found.crc32) != (written.bytes, written.crc32):
+    for name, crc in facts.files.items():
+        if checksum(plain_file(directory / Path(name).name)) != crc:
             raise ValueError(f"{name} is not what was written")
     return facts
 
@@ -137,17 +117,6 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or one_line(error) or type(error).__name__
 
 
-def remove_older(directory: Path) -> None:
-    """Remove all of a run's checkpoints but the newest, once the very newest reads back as written."""
-    checkpoints = checkpoints_at(directory)
-    try:
-        for path in checkpoints[:-KEPT]:
-            read_facts(checkpoints[-1])
-            shutil.rmtree(path.rename(path.with_suffix(".tmp")))
-    except (OSError, ValueError) as error:
-        say(f"older checkpoints stay: {reason(error)}")
-
-
 def check_same_training(facts: Facts, path: Path, plan: Plan) -> None:
     """UsageError, by name, for whatever would make the resumed run another training."""
     if facts.model_hash != plan.work.config.hash:
@@ -176,10 +145,10 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
     return vars(plan.args) | {"seq_len": batch.seq_len, "global_bsz": batch.global_batch}
 
 
-def describe_data(flags: Args, known: dict[str, FileFacts]) -> dict[str, FileFacts]:
+def describe_data(flags: Args, known: dict[str, DataFile]) -> dict[str, DataFile]:
     """Each file of data by its flag, and `FLAG index` for the index of its documents.
 
-    A file that is as a `known` one was is described by that, whenever it was changed.
+    One with the content of a `known` file is that, whenever it was changed.
     """
     files = {"data": flags.data, "val_data": flags.val_data, "pack_lengths": flags.pack_lengths}
     paths = {name: Path(path) for name, path in files.items() if path}
@@ -188,9 +157,11 @@ def describe_data(flags: Args, known: dict[str, FileFacts]) -> dict[str, FileFac
     described = {}
     for name, path in paths.items():
         if path.is_file():
-            now, before = path.stat(), known.get(name, FileFacts(bytes=0, crc32=0))
-            same = (now.st_size, now.st_mtime_ns) == (before.bytes, before.mtime_ns)
-            found = before if same and before.bytes >= LONG else describe_file(path)
-            same = (found.bytes, found.crc32) == (before.bytes, before.crc32)
-            described[name] = before if same else found
+            size, changed, before = path.stat().st_size, path.stat().st_mtime_ns, known.get(name)
+            if before and size >= LONG and (size, changed) == before[:2]:
+                described[name] = before
+                continue
+            found = DataFile(size, changed, checksum(path))
+            same = before and (size, found.crc32) == (before.size, before.crc32)
+            described[name] = before if before and same else found
     return described

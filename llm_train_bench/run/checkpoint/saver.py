@@ -1,5 +1,6 @@
 """Saving and loading a training state by torch.distributed.checkpoint, and stopping on request."""
 
+import collections
 import concurrent.futures
 import contextlib
 import datetime
@@ -8,7 +9,8 @@ import shutil
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,11 +22,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.optim import Optimizer
 
 from llm_train_bench.apply.sharded import local_shard, shard_of_whole
+from llm_train_bench.base import files
 from llm_train_bench.base.errors import Preempted, UsageError, one_line
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.stored import Part, read_parts, stored_tensors
-from llm_train_bench.model.weights import Shard
+from llm_train_bench.model.stored import Part, read_parts, stored_name, stored_tensors
 from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
 from llm_train_bench.run.checkpoint import facts as checkpoints
@@ -41,11 +43,11 @@ def state_parts(model: HasWeights, optimizer: Optimizer) -> dict[str, Part]:
     parts = {}
     for weight, parameter in model.weights():
         for key, tensor in {"p": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
+            name = stored_name(key, weight)
             if isinstance(tensor, Tensor) and tensor.ndim:
-                own = shard_of_whole(weight, model.layout, tensor)
-                parts[f"{key}/{weight.name}"] = Part(*own, weight.shape)
+                parts[name] = Part(*shard_of_whole(weight, model.layout, tensor), weight.shape)
             elif isinstance(tensor, Tensor):
-                parts[f"{key}/{weight.name}"] = Part(*local_shard(tensor), ())
+                parts[name] = Part(*local_shard(tensor), ())
     return parts
 
 
@@ -75,30 +77,25 @@ def load(run: Run, model: HasWeights, optimizer: Optimizer) -> None:
     if run.start.checkpoint is None:
         return
     path, facts = run.start.checkpoint
+    stored, shares = stored_tensors(path), getattr(optimizer, "shares", {})
+    keys = {name.partition("/")[0] for name in stored}
+    for weight, parameter in model.weights():
+        for key in sorted(keys - {"p"}):
+            if (found := stored.get(stored_name(key, weight))) is not None:
+                # Moments have the parameter's format (with --zero1 its share), a number its own.
+                number = torch.zeros((), dtype=found.properties.dtype, device=parameter.device)
+                moment = torch.zeros_like(shares.get(parameter, parameter))
+                optimizer.state[parameter].setdefault(key, moment if found.size else number)
+    parts, process = state_parts(model, optimizer), process_parts(run)
+    trained = {name for name in stored if not name.startswith(("scaler/", facts.layout))}
+    ours = set().union(*gather(run.ranks, {*parts}))  # a pipeline's stage has some of them
+    if differs := trained ^ ours:
+        who = "the checkpoint" if min(differs) in trained else "this run"
+        why = f"only {who} has {min(differs)}"
+        raise UsageError(f"{path}: {why}; to go on from the weights alone, use --init-from")
     try:
-        stored = stored_tensors(path)
-        of_optimizer = {name.partition("/")[0] for name in stored} - {"p"}
-        shares = getattr(optimizer, "shares", {})  # --zero1: moments are of these
-        for weight, parameter in model.weights():
-            if facts.groups.get(weight.name, 1) != weight.groups:
-                raise UsageError(
-                    f"{path}: {weight.name} has rows in another order: only one of the two runs has "
-                    "Transformer Engine's modules; use --init-from"
-                )
-            for key in sorted(of_optimizer):
-                if (found := stored.get(f"{key}/{weight.name}")) is not None:
-                    # Moments have the parameter's format, a number its own.
-                    number = torch.zeros((), dtype=found.properties.dtype, device=parameter.device)
-                    moment = torch.zeros_like(shares.get(parameter, parameter))
-                    optimizer.state[parameter].setdefault(key, moment if found.size else number)
-        parts, process = state_parts(model, optimizer), process_parts(run)
-        ours = set().union(*gather(run.ranks, {*parts}))  # a pipeline's stage has some of them
-        weights = {name for name in stored if not name.startswith(("scaler/", facts.layout))}
-        if left := weights - ours:
-            raise UsageError(f"{path}: holds {min(left)}, which this run has no place for")
-        known = {name: part for name, part in process.items() if name in stored}
-        read_parts(path, parts | known)
-    except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+        read_parts(path, parts | {name: part for name, part in process.items() if name in stored})
+    except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
     if facts.layout == layout(run):
         torch.set_rng_state(process[f"{layout(run)}/{run.ranks.rank}/cpu"].values)
@@ -113,14 +110,17 @@ def load(run: Run, model: HasWeights, optimizer: Optimizer) -> None:
         )
 
 
+def tried(work: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What some work on files returns, and why it failed; None for the other."""
+    try:
+        return work(), None
+    except (OSError, ValueError, RuntimeError) as error:
+        return None, checkpoints.reason(error)
+
+
 class _Planner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].values
-
-
-class _Writer(FileSystemWriter):
-    def storage_meta(self) -> None:
-        """Nothing of the place where it was written."""
 
 
 class Saver:
@@ -215,20 +215,14 @@ class Saver:
     def _share_out(self, parts: dict[str, Part]) -> None:
         """At the first save: what each rank writes of what several have, and memory for it."""
         self.planner.set_up_planner(parts, is_coordinator=self.run.ranks.main)
-        groups = {
-            weight.name: weight.groups for weight, _ in self.model.weights() if weight.groups > 1
-        }
-        shared = gather(self.run.ranks, (self.planner.create_local_plan(), groups), self.group)
-        plans, self.metadata = self.planner.create_global_plan([plan for plan, _ in shared])
+        local_plans = gather(self.run.ranks, self.planner.create_local_plan(), self.group)
+        plans, self.metadata = self.planner.create_global_plan(local_plans)
         plans = FileSystemWriter(self.directory).prepare_global_plan(plans)
         self.plan = plans[self.run.ranks.rank]
-        self.groups = {name: n for _, named in shared for name, n in named.items()}
-        pinned, own = self.run.device.type == "cuda", [item.index.fqn for item in self.plan.items]
-        memory = {
-            name: torch.empty_like(parts[name].values, device="cpu", pin_memory=pinned)
-            for name in own
-        }
-        self.planner.state_dict = {name: parts[name]._replace(values=memory[name]) for name in own}
+        self.planner.state_dict, pinned = {}, self.run.device.type == "cuda"
+        for name in (item.index.fqn for item in self.plan.items):
+            memory = torch.empty_like(parts[name].values, device="cpu", pin_memory=pinned)
+            self.planner.state_dict[name] = parts[name]._replace(values=memory)
 
     def finish(self, until: float | None = None) -> None:
         """Wait until nothing is being written, or until that time (`time.monotonic()`)."""
@@ -250,49 +244,47 @@ class Saver:
 
     def _write(self, step: int) -> str | None:
         """In a thread: write this rank's parts; rank 0 commits what all have written. Why not, if not."""
-        begin, run, files = time.perf_counter(), self.run, {}
-        path = self.directory / f"step-{step:08}.tmp"
-        writer = _Writer(path, per_thread_copy_ahead=0)
-        results, why = [], None
-        try:
-            if not all(part.values.isfinite().all() for part in self.planner.state_dict.values()):
-                raise ValueError("a number in it is not finite")
-            path.mkdir(parents=True, exist_ok=True)
-            results = writer.write_data(self.plan, self.planner).wait()
-            for name in {result.storage_data.relative_path for result in results}:
-                files[name] = checkpoints.describe_file(path / name)
-        except (OSError, ValueError) as error:
-            why = f"rank {run.ranks.rank}: {checkpoints.reason(error)}"
-        shares = gather(run.ranks, (why, results, files), self.group)
-        why = next((why for why, _, _ in shares if why), None)
+        begin, run = time.perf_counter(), self.run
+        writer = FileSystemWriter(self.directory / f"step-{step:08}.tmp", per_thread_copy_ahead=0)
+        share, why = tried(lambda: self._write_share(writer))
+        why = why and f"rank {run.ranks.rank}: {why}"
+        shares, problems = zip(*gather(run.ranks, (share, why), self.group), strict=True)
+        why = next(filter(None, problems), None)
         if run.ranks.main:
-            try:
-                if why is None:
-                    writer.finish(self.metadata, [results for _, results, _ in shares])
-                    checkpoints.synchronize(path / ".metadata")
-                    files[".metadata"] = checkpoints.describe_file(path / ".metadata")
-                    os.fsync(run.steps.fileno())
-                    for _, _, described in shares:
-                        files |= described
-                    checkpoints.commit(self._facts(step, files), path)
-                    checkpoints.remove_older(run.directory)
-            except (OSError, ValueError) as error:
-                why = checkpoints.reason(error)
-            shutil.rmtree(path, ignore_errors=True)
+            if why is None:
+                _, why = tried(lambda: self._commit(writer, step, shares))
+            shutil.rmtree(writer.path, ignore_errors=True)
         (why, *_) = gather(run.ranks, why, self.group)
         if why is None:
             self.writes.append(time.perf_counter() - begin)
-            m, size = run.result.metrics, sum(file.bytes for file in files.values())
+            m, size = (
+                run.result.metrics,
+                sum(part.size_in_bytes for own, _ in shares for part in own),
+            )
             m.n_checkpoints, m.checkpoint_bytes = len(self.writes), size
             m.checkpoint_write_s = statistics.fmean(self.writes)
             m.checkpoint_gb_per_s = size / m.checkpoint_write_s / 1e9
         return why
 
-    def _facts(self, step: int, files: dict[str, checkpoints.FileFacts]) -> checkpoints.Facts:
-        run, config = self.run, self.run.plan.work.config
+    def _write_share(self, writer: FileSystemWriter) -> tuple[list[Any], dict[str, int]]:
+        """What was written of each part, and the checksums of this rank's files."""
+        if not all(part.values.isfinite().all() for part in self.planner.state_dict.values()):
+            raise ValueError("a number in it is not finite")
+        path = Path(writer.path)
+        path.mkdir(parents=True, exist_ok=True)
+        parts = writer.write_data(self.plan, self.planner).wait()
+        names = {part.storage_data.relative_path for part in parts}
+        return parts, {name: files.checksum(path / name) for name in names}
+
+    def _commit(self, writer: FileSystemWriter, step: int, shares: Sequence[Any]) -> None:
+        """On rank 0, when all have written: what is where, the losses, and the final name."""
+        run, path, config = self.run, Path(writer.path), self.run.plan.work.config
+        writer.finish(self.metadata, [parts for parts, _ in shares])
+        files.synchronize(path / ".metadata")
+        os.fsync(run.steps.fileno())
         with contextlib.suppress(OSError):  # moved away since
             self.data = checkpoints.describe_data(run.plan.args, self.data)
-        return checkpoints.Facts(
+        facts = checkpoints.Facts(
             run=run.result.run_name,
             step=step,
             layout=layout(run),
@@ -301,6 +293,7 @@ class Saver:
             config=config.raw,
             data=self.data,
             linear=run.result.linear,
-            groups=self.groups,
-            files=files,
+            files=dict(collections.ChainMap(*(sums for _, sums in shares))),
         )
+        facts.files[".metadata"] = files.checksum(path / ".metadata")
+        checkpoints.commit(facts, path)
