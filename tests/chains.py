@@ -1,84 +1,104 @@
-"""Runs that are killed more than once, under every launcher: `make faults PART=chains COUNT=100`.
+"""Runs that are killed more than once, in changing layouts: `make faults PART=chains COUNT=40`.
 
-A chain is one training of up to four attempts. A launcher starts it again, or the user types its
-command again. After each kill, at a random moment, it must go on from the newest checkpoint.
+A chain is one run of up to four attempts. torchrun starts it again, or the user types a command again:
+the same, or one with another script or number of ranks. After each kill, at a random moment, it must go
+on from the newest checkpoint.
 """
 
 import contextlib
-import dataclasses
 import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
+
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint import durable
-from llm_train_bench.run.checkpoint.lineage import attempts
-from llm_train_bench.run.checkpoint.manifest import committed, step_of
+from llm_train_bench.run.checkpoint.facts import checkpoints_at, step_of
 from tests import faults
-from tests.helpers import free_port, records_of
+from tests.helpers import ROOT, free_port
 from tests.processes import TORCHRUN, Started, signal_all, wait_until
 
-STEPS, EVERY = 160, 20
-FLAGS = [*faults.FLAGS, *f"--n-steps {STEPS} --save-every {EVERY} --bsz 2".split()]
+STEPS, EVERY = 100, 10
 
 
-def arguments(out: Path, name: str, *more: str) -> list[str]:
-    """The command line of a run, but for its script."""
-    return [str(faults.CONFIG), *FLAGS, "--output-dir", str(out), "--run-name", name, *more]
+class Setting(NamedTuple):
+    """What is trained, and the commands that train the same: script, ranks and flags."""
+
+    config: str
+    flags: str
+    layouts: tuple[str, ...]
+    tolerance: float = 1e-5
+    """Between layouts; in one of them all is bitwise equal."""
 
 
-KINDS = ("script", "torchrun", "nodes", "srun", "itself")
+DP = (
+    "train_ddp.py 2 --bsz 2",
+    "train.py 1 --bsz 4",
+    "train_fsdp.py 2 --bsz 2",
+    "train_fsdp.py 4 --bsz 1",
+)
+SGD = "--optimizer sgd --lr 0.1"
+SETTINGS = {
+    "dropout": Setting("micro", "", DP[:1]),
+    "fp16": Setting("micro", "--amp fp16", DP[1:2]),
+    "plain": Setting("llama", SGD, (*DP, "train_fsdp.py 4 --dp-replicate 2 --bsz 1")),
+    "packed": Setting("llama", f"{SGD} --pack --pack-lengths 5,1.0", DP),
+    "muon": Setting("llama", "--optimizer muon --lr 1e-5", DP[:3]),
+    "lora": Setting("llama", "--lora-rank 2 --lr 1e-3", DP),
+    "zero1": Setting("llama", "--lr 1e-3", ("train_ddp.py 2 --bsz 2 --zero1", *DP[:3])),
+    "tp": Setting("llama", SGD, (*(f"train_fsdp.py {n} --tp 2 --bsz {8 // n}" for n in (2, 4)), DP[1])),
+    "cp": Setting("llama", SGD, ("train_fsdp.py 2 --cp 2 --bsz 4", *DP[:2])),
+    "ep": Setting("qwen3_moe", SGD, ("train_fsdp.py 2 --ep 2 --bsz 2", *DP[1:3])),
+    "pp": Setting("llama", SGD, ("train_pp.py 2 --pp 2 --bsz 1 --grad-acc-steps 4", *DP[:2])),
+}  # fmt: skip
+KINDS = ("script", "torchrun", "nodes", "srun")
 
 
-def commands(kind, script, argv, restarts) -> list[tuple[list[str], dict[str, str]]]:
-    """What a user types to start a run, with its environment: once, or on each node, or for each task.
-
-    The script by itself, torchrun, docker/torchrun_node.sh on two nodes (as in Kubernetes and in SLURM's
-    branch with docker), its agents without the shell, srun's tasks, which nothing starts again but a
-    new job, or one process.
-    """
-    command, port, job = [script, *argv], str(free_port()), f"j{random.random()}"
-    own = [sys.executable, *command]
-    if kind == "script":
-        return [([*own, "--nproc", "2", "--max-restarts", str(restarts)], {})]
-    if kind == "torchrun":
-        return [([*TORCHRUN, "2", "--max-restarts", str(restarts), *command], {})]
-    if kind == "itself":
-        return [(own, {})]
-    if kind == "agents":
-        options = "-m llm_train_bench.run.agent --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"
-        options += f" --max-restarts {restarts} --rdzv-id {job} --rdzv-endpoint 127.0.0.1:{port}"
-        nodes = [f"{options} --rdzv-conf is_host={host}".split() for host in (1, 0)]
-        return [([sys.executable, *flags, *command], {}) for flags in nodes]
-    if kind == "nodes":
-        env = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "GPUS": "1", "JOB_ID": job}
-        env |= {"MAX_RESTARTS": str(restarts)}
-        env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        nodes = [env | {"NODE": node} for node in "01"]
-        return [(["bash", "docker/torchrun_node.sh", *command], node) for node in nodes]
-    env = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [(own, env | {"SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in "01"]
-
-
-def script_of(kind: str) -> str:
-    return "train.py" if kind == "itself" else "train_ddp.py"
+def arguments(out: Path, setting: Setting, *more: str) -> list[str]:
+    """The command line of a run "r", but for its script."""
+    flags = [*faults.FLAGS, *f"--n-steps {STEPS - 2} --save-every {EVERY} --resume auto".split()]
+    where = ["--quiet", "--output-dir", str(out), "--run-name", "r"]
+    config = str(ROOT / f"tests/configs/{setting.config}.json")
+    return [config, *flags, *setting.flags.split(), *where, *more]
 
 
 class Job:
-    """The processes of one command, or of one per node or task; what they print goes to a file."""
+    """The processes of one command, or of one per node or task; what they print goes to a file.
 
-    def __init__(self, kind, argv, log: Path, restarts=0, **env: str):
-        self.kind, self.launchers = kind, []
-        for command, more in commands(kind, script_of(kind), argv, restarts):
+    The script by itself, torchrun, docker/torchrun_node.sh's agents on two nodes, or srun's tasks.
+    """
+
+    def __init__(self, kind: str, layout: str, argv: list[str], log: Path, restarts=0, **env: str):
+        script, world, *flags = layout.split()
+        flags += ["--dist-timeout", "15"] if world != "1" else []
+        command, port = [script, *argv, *flags], str(free_port())
+        own = [sys.executable, *command]
+        if kind == "script" or world == "1":
+            own += [] if world == "1" else ["--nproc", world]
+            commands = [(own, {})]
+        elif kind == "torchrun":
+            commands = [([*TORCHRUN, world, "--max-restarts", str(restarts), *command], {})]
+        elif kind == "nodes":
+            options = f"-m llm_train_bench.run.agent --nnodes {world} --nproc-per-node 1"
+            options += f" --max-restarts {restarts} --rdzv-backend c10d --rdzv-id j{port}"
+            options += f" --rdzv-endpoint 127.0.0.1:{port} --rdzv-conf is_host="
+            nodes = [f"{options}{int(i == 0)}".split() for i in range(int(world))]
+            commands = [([sys.executable, *node, *command], {}) for node in nodes]
+        else:
+            at = {"SLURM_STEP_NUM_TASKS": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            tasks = [str(i) for i in range(int(world))]
+            commands = [(own, at | {"SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in tasks]
+        self.rank_name, self.launchers = "SLURM_PROCID" if kind == "srun" else "RANK", []
+        for command, more in commands:
             with log.open("a") as out:
                 self.launchers.append(Started(command, more | env, stdout=out, stderr=out))
 
@@ -86,11 +106,12 @@ class Job:
         return [pid for launcher in self.launchers for pid in launcher.members()]
 
     def ranks(self) -> dict[int, int]:
-        """Rank to process id."""
-        name, ranks = "SLURM_PROCID" if self.kind == "srun" else "RANK", {}
-        for launcher in self.launchers:
-            ranks |= launcher.ranks(name)
-        return ranks
+        """Rank to process id; the only process is rank 0."""
+        ranks = {r: pid for one in self.launchers for r, pid in one.ranks(self.rank_name).items()}
+        return ranks or {0: self.launchers[0].pid}
+
+    def alive(self) -> bool:
+        return all(launcher.poll() is None for launcher in self.launchers)
 
     def signal_launchers(self, number: int) -> None:
         signal_all([p.pid for p in self.launchers if p.poll() is None], number)
@@ -113,163 +134,90 @@ class Job:
         signal_all(self.members(), signal.SIGKILL)
 
 
-class Watch(threading.Thread):
-    """Looks at a run's directories all the time: each attempt must start from the newest checkpoint."""
-
-    def __init__(self, out: Path, name: str, given: Path | None):
-        super().__init__(daemon=True)
-        self.where, self.given, self.over = (out, name), given, threading.Event()
-        self.starts: dict[str, int] = {}
-        self.wrong: list[str] = []
-
-    def run(self) -> None:
-        while not self.over.wait(0.005):
-            for run in attempts(*self.where):
-                if run.name in self.starts or not (run / "result.json").exists():
-                    continue
-                out, name = self.where
-                saved = committed(
-                    out / name / "checkpoints"
-                )  # it takes longer to save its own first
-                begin = saved[-1] if saved else self.given
-                newest_step = step_of(begin) if begin else 0
-                with contextlib.suppress(ValueError, OSError):
-                    r = read_result(run / "result.json")
-                    self.starts[run.name] = first = r.resumed_from.step if r.resumed_from else 0
-                    if first != newest_step:
-                        self.wrong.append(f"{run.name} starts at {first}, not {newest_step}")
-
-
-MOMENTS: dict[str, Callable[[Path, Path, random.Random], bool]] = {
-    "at a time": lambda run, place, draw: draw.random() < 0.004,
-    "in set-up": lambda run, place, draw: (run / "result.json").exists(),
-    "before the first save": lambda run, place, draw: (run / "steps.jsonl").exists(),
-    "while training": lambda _, place, draw: len(committed(place)) >= 2 and draw.random() < 0.02,
-    "during a save": lambda run, place, draw: any(place.glob(".step-*")),
-}
-WHO = ("one rank", "all ranks", "launcher", "everything")
-
-
-def kill_once(job: Job, out: Path, name, draw, running: int, who, moment) -> bool:
-    """Kill some of a job's processes at some moment of its next attempt; whether it came to that."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and all(p.poll() is None for p in job.launchers):
-        runs, run, place = attempts(out, name), out / "none", out / "none"
-        if len(runs) > running:
-            run, place = runs[-1], out / name / "checkpoints"
-        if MOMENTS[moment](run, place, draw):
-            ranks = list(job.ranks().values())
-            launchers = [launcher.pid for launcher in job.launchers]
-            processes = {"launcher": launchers, "everything": job.members()}.get(who, ranks)
-            if processes:
-                one = who in ("one rank", "launcher")
-                signal_all([draw.choice(processes)] if one else processes, signal.SIGKILL)
-                return True
+def kill_once(job: Job, run: Path, draw: random.Random) -> bool:
+    """Kill some of a job's processes at some moment; whether it came to that."""
+    begun = run.stat().st_mtime_ns if run.exists() else 0
+    moments: list[Callable[[], bool]] = [
+        lambda: draw.random() < 0.004,
+        lambda: run.exists() and run.stat().st_mtime_ns != begun,
+        lambda: run.exists() and run.stat().st_mtime_ns != begun and draw.random() < 0.02,
+        lambda: any(run.glob("checkpoints/step-*.tmp")),
+    ]
+    moment, deadline = draw.choice(moments), time.monotonic() + 60
+    while time.monotonic() < deadline and job.alive():
+        if moment():
+            ranks, launchers = list(job.ranks().values()), [p.pid for p in job.launchers]
+            one = draw.choice([*ranks, *launchers])
+            signal_all(draw.choice(([one], ranks, job.members())), signal.SIGKILL)
+            return True
         time.sleep(0.003)
     return False
 
 
-def check_causes(out: Path, name: str, kind: str) -> None:
-    """Every attempt's result says what ended it; no wrong process is named."""
-    paths = [run / "result.json" for run in attempts(out, name)]
-    *before, end = [read_result(path) for path in paths if path.exists()]
-    assert end.status == "ok", (end.status, end.error)
-    # One that is "ok" was killed after its end.
-    assert {r.status for r in before} <= {"ok", "failed", "killed", "interrupted", "preempted"}
-    for r in before if kind in ("script", "nodes", "agents") else []:
-        error = r.error or ""
-        if r.status == "failed":
-            assert "killed by SIGKILL" in error, (r.run_name, error)
-        elif r.status == "interrupted":
-            # SIGTERM: the other node's launcher was killed.
-            ended = kind != "script" and "SIGTERM" in error
-            assert ended or "the end of its launcher" in error, (r.run_name, error)
-
-
-@dataclasses.dataclass
-class Script:
-    """What happens in a chain: a launcher's restarts, or its command typed again after each kill."""
-
-    inner: bool
-    resume: str  # "auto", "given" (a checkpoint of the reference), or "" where a launcher restarts
-    kills: list[tuple[str, str]]  # who is killed, and at which of the MOMENTS
-
-
-def draw_script(kind: str, draw: random.Random) -> Script:
-    """Any that the kind of start can do."""
-    inner = kind not in ("srun", "itself") and draw.random() < 0.5
-    resume = draw.choice(("auto", "given", "")) if inner else "auto"
-    who = ("one rank", "all ranks") if inner or kind == "srun" else WHO
-    who = ("launcher",) if kind == "itself" else who
-    kills = [(draw.choice(who), draw.choice(list(MOMENTS))) for _ in range(draw.randint(1, 3))]
-    return Script(inner, resume, kills)
-
-
-def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, script) -> int:
+def chain(kind: str, name: str, draw: random.Random, top: Path, reference: Path) -> int:
     """One chain under one kind of start; how often it was killed."""
-    name, out = f"c{number}", top / f"out{number}"
-    log, kills, given = top / f"{name}.log", 0, None
-    argv = arguments(out, name)
-    if script.resume == "given":
-        given = draw.choice(sorted((reference / "checkpoints").glob("step-*"))[:3])
-    argv += ["--resume", str(given)] if given else ["--resume", "auto"] if script.resume else []
-    watch = Watch(out, name, given)
-    watch.start()
-    job = Job(kind, argv, log, len(script.kills) if script.inner else 0)
+    setting, out = SETTINGS[name], Path(tempfile.mkdtemp(dir=top))
+    run, log, argv, kills = out / "r", out / "log", arguments(out, setting), 0
+    layouts = setting.layouts if draw.random() < 0.5 else setting.layouts[:1]
+    restarts = draw.choice((0, 3)) if kind in ("torchrun", "nodes") else 0
+    starts, used = [], []
+    job = None
     try:
-        for who, moment in script.kills:
-            running = len(attempts(out, name)) if kills else 0
-            hit = kill_once(job, out, name, draw, running, who, moment)
-            kills += hit
-            if not script.inner:
-                job.finish()
-                job = Job(kind, argv, log)
-            elif hit:
-                time.sleep(0.5)
-            if not hit:
-                break
+        for attempt in range(draw.randint(2, 4)):
+            if job is None or not job.alive():
+                codes = job.finish() if job else []
+                starts.append(max([step_of(path) for path in checkpoints_at(run)], default=0))
+                used.append(draw.choice(layouts) if attempt else layouts[0])
+                job = Job(kind, used[-1], argv, log, restarts)
+            kills += kill_once(job, run, draw)
+            wait_until(lambda: not job.alive(), 1.0 if restarts else 30.0)  # noqa: B023
         codes = job.finish()
-        assert codes == [0] * len(codes), codes
-        time.sleep(0.05)
-        assert not watch.wrong, watch.wrong
-        expected = sorted(faults.losses_of(reference.parent, reference.name))
-        expected = [x for x in expected if x[0] >= (step_of(given) if given else 0)]
-        (record,) = records_of(out)
-        assert record.losses == expected, {*record.losses} ^ {*expected}
-        check_causes(out, name, kind)
-        faults.check_like(reference, out, name)
+        if any(codes):
+            starts.append(max([step_of(path) for path in checkpoints_at(run)], default=0))
+            used.append(draw.choice(layouts))
+            codes = Job(kind, used[-1], argv, log).finish()
+        assert not any(codes), codes
+        r = read_result(run / "result.json")
+        assert r.status == "ok", r.error
+        firsts = [attempt.first_step for attempt in r.attempts]
+        # An attempt that was killed in set-up is not there; one that torchrun started is not in `starts`.
+        assert firsts == sorted(firsts) and firsts[-1] >= starts[-1], (firsts, starts)
+        assert restarts or {*firsts} <= {*starts}, (firsts, starts)
+        for ended in r.attempts[:-1]:
+            word = str(ended.ended).partition(":")[0]
+            assert word in ("ok", "killed", "failed", "interrupted", "preempted"), ended
+        faults.check_like(reference, run, setting.tolerance if len({*used}) > 1 else 0.0)
     except BaseException as error:
-        error.add_note(f"{kind}, {argv}, {watch.starts}: {log.read_text()[-3000:]}")
+        error.add_note(f"{kind}, {name}, {used}, {starts}: {log.read_text()[-900:]}")
         raise
     finally:
-        watch.over.set()
-        job.kill()
-        job.finish()
+        if job:
+            job.kill()
     shutil.rmtree(out)
     return kills
 
 
-def make_reference(top: Path, name: str = "reference", world: int = 2) -> Path:
-    """The run that nobody disturbs, with all of its checkpoints."""
-    with faults.KEEP_ALL:
-        argv, script = arguments(top, name), script_of("itself" if world == 1 else "script")
-        assert faults.fork(argv, script, world)
-    return top / name
+def make_reference(top: Path, name: str) -> Path:
+    """The run that nobody disturbs, in the first layout."""
+    setting, out = SETTINGS[name], top / name
+    out.mkdir()
+    codes = Job("script", setting.layouts[0], arguments(out, setting), out / "log").finish()
+    assert codes == [0], (out / "log").read_text()
+    return out / "r"
 
 
-def chains(count: int = 100) -> str:
-    """Chains of up to four attempts under every start, in turn."""
+def chains(count: int = 40) -> str:
+    """Chains of up to four attempts of every setting, under every start, in turn."""
     draw, kills = random.Random(os.environ.get("SEED", "5")), 0
     with tempfile.TemporaryDirectory(prefix="chains-") as top:
-        together, alone = make_reference(Path(top)), make_reference(Path(top), "alone", 1)
+        references = {name: make_reference(Path(top), name) for name in SETTINGS}
         for number in range(count):
-            kind = KINDS[number % len(KINDS)]
-            reference = alone if kind == "itself" else together
+            name, kind = list(SETTINGS)[number % len(SETTINGS)], draw.choice(KINDS)
             begin = time.monotonic()
-            done = chain(number, reference, kind, draw, Path(top), draw_script(kind, draw))
+            done = chain(kind, name, draw, Path(top), references[name])
             kills += done
             took = time.monotonic() - begin
-            print(f"  chain {number}: {kind}, {done} kills, {took:.0f} s", flush=True)
+            print(f"  chain {number}: {name}, {kind}, {done} kills, {took:.0f} s", flush=True)
     return f"{kills} kills in {count} chains, 0 of them wrong"
 
 
@@ -277,36 +225,35 @@ def chains(count: int = 100) -> str:
 def slow_disk(seconds: float) -> Iterator[None]:
     """What is forked inside writes so slowly; rank 1 is late in each step."""
 
-    def write(self, path, parts, real=durable.Files.write):
-        if path.name != "manifest.json":
-            time.sleep(seconds)
-        return real(self, path, parts)
+    def create_stream(self, path, mode, real=FileSystem.create_stream):
+        time.sleep(seconds if mode == "wb" and Path(path).suffix == ".distcp" else 0.0)
+        return real(self, path, mode)
 
     def rate(*args, real=loop.learning_rate):
         time.sleep(0.004 * (os.environ.get("RANK") == "1"))
         return real(*args)
 
-    disk = mock.patch.object(durable.Files, "write", write)
+    disk = mock.patch.object(FileSystem, "create_stream", create_stream)
     with disk, mock.patch.object(loop, "learning_rate", rate):
         yield
 
 
 def wait_for(condition: Callable[[], object], job: Job, log: Path) -> None:
-    ended = lambda: all(p.poll() is not None for p in job.launchers)  # noqa: E731
-    assert wait_until(lambda: condition() or ended(), 120), log.read_text()[-2000:]
-    assert not ended(), log.read_text()[-2000:]
+    assert wait_until(lambda: condition() or not job.alive(), 120), log.read_text()[-2000:]
+    assert job.alive(), log.read_text()[-2000:]
 
 
 @contextlib.contextmanager
-def running(kind: str, top: Path, *flags: str, slow: float | None = None, **env: str):
+def running(kind: str, top: Path, *flags: str, slow: float = 0.0, **env: str):
     """A run "r" in its own directory, ended in any case; on a disk with `slow` seconds a file."""
     out = Path(tempfile.mkdtemp(dir=top, prefix=kind))
-    argv, log = arguments(out, "r", *flags), out.with_suffix(".log")
-    with contextlib.nullcontext() if slow is None else slow_disk(slow):
-        job = Job(kind, argv, log, **env)
+    argv, log = arguments(out, SETTINGS["dropout"], *flags), out.with_suffix(".log")
+    layout = SETTINGS["dropout"].layouts[0] if kind != "itself" else "train.py 1"
+    with slow_disk(slow):
+        job = Job(kind, layout, argv, log, **env)
     try:
         wait_for((out / "r/steps.jsonl").exists, job, log)
-        yield job, out, log, argv
+        yield job, out / "r", log, layout, argv
     finally:
         job.kill()
 
@@ -322,59 +269,60 @@ def check_saved_on_request(request: str, top: Path, early=False) -> None:
     kind, who, name = request.split()
     number = signal.Signals[f"SIG{name}"]
     patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    with running(kind, top, *ENDLESS, slow=4.0, **patience) as (job, out, log, _):
+    with running(kind, top, *ENDLESS, slow=4.0, **patience) as (job, run, log, *_):
         if not early:
-            wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
+            wait_for(lambda: (run / "steps.jsonl").stat().st_size, job, log)
         if who == "launchers":
             job.signal_launchers(number)
         else:
             signal_all([job.launchers[0].pid if who == "one" else job.ranks()[1]], number)
         codes = job.finish(90)
     assert set(codes) == {75}, (request, codes, log.read_text()[-2000:])
-    r, checkpoint = read_result(out / "r/result.json"), faults.last_of(out / "r/checkpoints")
+    r, (checkpoint,) = read_result(run / "result.json"), checkpoints_at(run)
     assert r.status == "preempted", r.error
     assert r.error == f"saved at step {step_of(checkpoint)} and stopped by SIG{name}"
-    assert "Traceback" not in log.read_text() and len(committed(out / "r/checkpoints")) == 1
+    assert r.attempts[0].ended == f"preempted: {r.error}"
+    assert "Traceback" not in log.read_text()
 
 
 def check_second_signal(kind: str, top: Path) -> None:
     """It ends the run at once, a second after the first, while a disk stands still."""
-    with running(kind, top, *ENDLESS, slow=50.0) as (job, out, log, _):
-        wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
+    with running(kind, top, *ENDLESS, slow=50.0) as (job, run, log, *_):
+        wait_for(lambda: (run / "steps.jsonl").stat().st_size, job, log)
         job.signal_launchers(signal.SIGTERM)
-        wait_for(lambda: list((out / "r/checkpoints").glob(".step*")), job, log)
+        wait_for(lambda: list(run.glob("checkpoints/step-*.tmp")), job, log)
         time.sleep(0.5)
         job.signal_launchers(signal.SIGTERM)
         begin = time.monotonic()
         codes = job.finish(60)
         took = time.monotonic() - begin
-    r = read_result(out / "r/result.json")
+    r = read_result(run / "result.json")
     said = took, codes, log.read_text()[-2000:]
     assert took < 25 and set(codes) == {1 if kind == "torchrun" else 130}, said
-    why = "a second signal" if kind in ("script", "agents") else "SIGTERM"
+    why = "a second signal" if kind in ("script", "nodes") else "SIGTERM"
     assert (r.status, r.error) == ("interrupted", f"interrupted by {why}"), r.error
-    assert "Traceback" not in log.read_text() and not committed(out / "r/checkpoints")
+    assert "Traceback" not in log.read_text() and not checkpoints_at(run)
 
 
 def check_second_run(top: Path) -> None:
     """The same command while the first still runs is refused, and disturbs nothing."""
-    with running("script", top, "--n-steps", "2000", "--resume", "auto") as (job, out, log, argv):
-        wait_for(lambda: list((out / "r/checkpoints").glob("step-*")), job, log)
+    with running("script", top, "--n-steps", "3000") as (job, run, log, layout, argv):
+        wait_for(lambda: list(run.glob("checkpoints/step-*")), job, log)
         for kind in ("script", "srun"):
-            assert 2 in Job(kind, argv, top / "other.log").finish(90)
-        why = f"another run saves there: process {job.ranks()[0]} on"
+            assert 2 in Job(kind, layout, argv, top / "other.log").finish(90)
+        why = f"process {job.ranks()[0]} on"
         assert (top / "other.log").read_text().count(why) >= 2
-        assert [p.name for p in out.iterdir()] == ["r"]
         signal_all([job.launchers[0].pid], signal.SIGTERM)
         assert job.finish() == [75], log.read_text()
+        assert len(read_result(run / "result.json").attempts) == 1
 
 
 def requests(count: int = 0) -> str:
     """Signals to launchers and ranks, once and twice, on slow disks; a second run of the same name."""
     early = ("script launchers USR1", "srun launchers USR1", "itself launchers USR1")
-    cases = ("script launchers TERM", "agents launchers TERM", "agents one TERM", "srun launchers TERM",
-             "script rank USR1", "agents rank INT", *early)  # fmt: skip
-    twice = ("script", "agents", "srun", "itself")
+    cases = ("script launchers TERM", "nodes launchers TERM", "nodes one TERM", "srun launchers TERM",
+             "script rank USR1", "nodes rank INT", *early)  # fmt: skip
+    twice = ("script", "nodes", "srun", "itself")
     with tempfile.TemporaryDirectory(prefix="requests-") as top:
         for case in cases:
             check_saved_on_request(case, Path(top), case in early)

@@ -39,7 +39,7 @@ from llm_train_bench.check import findings
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.hf import _index
-from llm_train_bench.run.checkpoint import manifest
+from llm_train_bench.run.checkpoint import facts
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.sweep import all_runs
 from llm_train_bench.sweep.cell_runs import Rows, cell_key
@@ -190,9 +190,8 @@ def read_weights_index(path: Path) -> None:
 
 def read_checkpoint(path: Path) -> None:
     (path.parent / "c").mkdir(exist_ok=True)
-    path.rename(path.parent / "c" / manifest.MANIFEST)
-    with contextlib.suppress(ValueError, OSError):  # what newest() leaves out
-        manifest.verify(path.parent / "c")
+    path.rename(path.parent / "c" / facts.FACTS)
+    facts.newest_good([path.parent / "c"], [])
 
 
 def read_steps(path: Path) -> None:
@@ -329,8 +328,7 @@ def _small(trace: Path) -> bytes:
 @functools.cache
 def kinds() -> dict[str, Kind]:
     """Name to its files' ending, some that are right, and what reads them; tools' names have a colon."""
-    stored = json.loads((FUZZED / "manifest.json").read_bytes())
-    content = manifest.Manifest.model_validate(stored).text()
+    content = (FUZZED / "facts.json").read_bytes()
     with tempfile.TemporaryDirectory() as directory:
         write_tokens(Path(directory) / "x.bin", [list(range(50))], 256)
         tokens = (Path(directory) / "x.bin").read_bytes()
@@ -386,7 +384,7 @@ def kinds() -> dict[str, Kind]:
         "weights": (".json", values({"weight_map": {"a": "b.safetensors"}}), read_weights_index),
         "tokenizer": (".json", texts("tests/fuzzed/tokenizer.json"),
                       lambda path: prepare_data.load_encoder(str(path))[0]("a b")),
-        "manifest": (".json", [content.encode()], read_checkpoint),
+        "facts": (".json", [content], read_checkpoint),
         "compare:sweep": (".json", texts("tests/fuzzed/sweep.json"),
                           placed("sweep.json", {"runs/plain/result.json": PLAIN}, compare.main,
                                  ["@dir", "--output-dir", "@out"])),

@@ -141,7 +141,7 @@ def result_of(run: Path, name="result.json") -> dict:
 
 def facts_of(run: Path) -> dict:
     """What tests.dist_worker has seen of a run."""
-    return result_of(run, "facts.json")
+    return result_of(run, "counts.json")
 
 
 def only_result(output_dir: Path) -> dict:

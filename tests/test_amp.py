@@ -16,7 +16,7 @@ from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.compare.read_results import record_of_result
 from llm_train_bench.compare.setting import identity
 from llm_train_bench.results.schema import Result
-from llm_train_bench.run.checkpoint import lineage
+from llm_train_bench.run.checkpoint import attempt
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import resolve_amp
@@ -176,7 +176,7 @@ def test_a_sweep_s_rows_of_before_are_of_another_format(cpu_with):
 
 
 def test_ranks_agree_and_a_resumed_run_says_a_change(tmp_path, monkeypatch, refused, cpu_with):
-    monkeypatch.setattr(lineage, "broadcast", lambda ranks, value: "fp16")
+    monkeypatch.setattr(attempt, "broadcast", lambda ranks, value: "fp16")
     message = "--amp auto: rank 0 takes fp16, this rank bf16; set --amp"
     refused(train_main, message, TINY, "--output-dir", tmp_path / "x")
     monkeypatch.undo()

@@ -14,9 +14,10 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.run.checkpoint.manifest import check_same_training, read_manifest
+from llm_train_bench.run.checkpoint.facts import check_same_training, read_facts
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests.dist_worker import Traffic
+from tests.faults import whole_state
 from tests.helpers import FAMILIES, config, plan_of, remark_texts, run_train, words, write_config
 from tests.memory_trace import traced_memory
 
@@ -54,24 +55,24 @@ def test_a_run_is_in_bf16_and_goes_on_from_its_checkpoint(tmp_path):
     assert exports[0].keys() == exports[1].keys()
     assert all(torch.equal(exports[0][n], exports[1][n]) for n in exports[0])
     assert {t.dtype for t in exports[0].values()} == {torch.bfloat16}
-    tensors = json.loads((saved / "manifest.json").read_text())["manifest"]["tensors"]
-    kinds = {name.split("/")[0]: t["dtype"] for name, t in tensors.items() if "/" in name}
-    assert kinds == dict(p="BF16", exp_avg="BF16", exp_avg_sq="BF16", step="F32")
+    state, low_bits = whole_state(saved), torch.bfloat16
+    kinds = {name.split("/")[0]: tensor.dtype for name, tensor in state.items()}
+    assert kinds == dict(p=low_bits, exp_avg=low_bits, exp_avg_sq=low_bits, step=torch.float32)
     result = json.loads((tmp_path / "whole/result.json").read_text())
     assert "gradients and moments in bf16" in json.dumps(remark_texts(result))
     assert run_train(*common, "--output-dir", tmp_path, "--resume", saved) == 2
     # A checkpoint from before the flag, or from when it was a word, was trained at its default.
-    manifest, plan = read_manifest(saved), plan_of(low)
+    facts, plan = read_facts(saved), plan_of(low)
     off = dataclasses.replace(plan, args=dataclasses.replace(plan.args, bf16_weights=False))
-    older = {key: value for key, value in manifest.args.items() if key != "bf16_weights"}
+    older = {key: value for key, value in facts.args.items() if key != "bf16_weights"}
     for args in (older, older | {"bf16_weights": "off"}):
-        manifest = manifest.model_copy(update={"args": args})
+        facts = facts.model_copy(update={"args": args})
         with pytest.raises(UsageError, match=r"--bf16-weights True: .* was trained with False"):
-            check_same_training(manifest, saved, plan)
-        check_same_training(manifest, saved, off)
-    manifest = manifest.model_copy(update={"args": older | {"bf16_weights": "stochastic"}})
+            check_same_training(facts, saved, plan)
+        check_same_training(facts, saved, off)
+    facts = facts.model_copy(update={"args": older | {"bf16_weights": "stochastic"}})
     with pytest.raises(UsageError, match="was trained with stochastic"):
-        check_same_training(manifest, saved, plan)
+        check_same_training(facts, saved, plan)
 
 
 def test_all_but_the_correction_of_a_routers_choice_is_in_bf16():

@@ -61,7 +61,7 @@ def run_of(result, tmp_path):
         times *= 0.1 / speed / times.mean()
         rate, spread = 64 / times.mean(), 1.96 * times.std() / 40**0.5
         content |= {"run_name": run.name, "step_times_s": times.tolist()}
-        content["lineage"] |= {"id": f"{zlib.crc32(str(place).encode()):08x}"}
+        content["run_id"] = f"{zlib.crc32(str(place).encode()):08x}"
         content["metrics"] |= {
             "tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate, "n_measured_steps": 40,
             "step_time_ci95_low_s": times.mean() - spread, "step_time_ci95_high_s": times.mean() + spread,

@@ -51,7 +51,7 @@ from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.config import ConfigError, list_layers, parse_config
 from llm_train_bench.results.console import print_result
 from llm_train_bench.results.figures import matmul_work
-from llm_train_bench.results.schema import Lineage, Result
+from llm_train_bench.results.schema import Attempt, Result
 from llm_train_bench.run.provenance import open_result
 from tests import conftest
 from tests.helpers import FAMILIES, ROOT, changed, config, plan_of, records_of, run_train, words
@@ -284,8 +284,7 @@ def plan_figures(argv: list[str]) -> Any:
     fp8 = mock.Mock(recipe=work.fp8.recipe, emulated=False) if work.fp8 else None
     on_h100 = mock.Mock(fp8=fp8, device=mock.Mock(roof_bf16_tflops=700.0, roof_fp8_tflops=1200.0))
     matmul_flops, ideal_s = matmul_work(on_h100, work)
-    lineage = Lineage(id="", name="r", attempt=0, began=0.0, started=0.0)
-    begun = open_result(plan, torch.device("cpu"), None, None, "r", lineage)
+    begun = open_result(plan, torch.device("cpu"), None, None, "r", "", [Attempt()])
     return {
         "n": count_parameters(work.config), "palm": flops[0], "causal": flops[1],
         "matmul": matmul_flops, "ideal_s": ideal_s, "batch": work.batch, "schedule": plan.schedule,

@@ -107,8 +107,11 @@ def _not_steady(r: "Result") -> Iterator[tuple[str, str]]:
     )
     again = f"CUDA graphs were recorded {m.window_graphs_recorded} times {steady} another --compile-mode"
     no_loss = r.status == "ok" and r.loss_known and m.final_loss is None and r.step_times_s
+    nothing = r.status == "ok" and r.first_step > 0 and not m.n_measured_steps
+    after = f"only warm-up was left after step {r.first_step}; use more --n-steps from the start"
     for applies, text, advice in (
         (r.status != "ok", f"status {r.status}", ""),
+        (nothing, "no step was measured", after),
         (profiled_in_window(r), "profiled in the window", "use a later --nsys-start"),
         (m.device_shared, "shared GPU", SHARED),
         (m.window_compile_s, "compiled in the window", compiled),

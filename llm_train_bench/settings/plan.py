@@ -290,7 +290,7 @@ def make_schedule(args: Args, platform: Platform) -> Schedule:
                 f"--nsys-start {captured.start}: a capture may begin at step {latest} at the latest, two "
                 "steps after the measured ones"
             )
-    if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
+    if args.export and args.init_from and (Path(args.init_from) / "facts.json").exists():
         return Schedule(0, 0)  # only a conversion: nothing is trained
     warmup_s = args.warmup_seconds
     if warmup_s is None:

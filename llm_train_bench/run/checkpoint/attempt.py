@@ -1,5 +1,6 @@
 """Where a run starts: its directory with the attempts in it, and the checkpoint that it goes on from."""
 
+import contextlib
 import dataclasses
 import fcntl
 import shutil
@@ -59,11 +60,13 @@ class Start:
         for path in checkpoints.checkpoints_at(self.directory):
             if checkpoints.step_of(path) > self.first_step:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+        checkpoints.remove_older(self.directory)
 
     def close(self) -> None:
         """Let others write in the directory."""
         if self.lock:
-            fcntl.flock(self.lock, fcntl.LOCK_UN)  # a forked process may have the file too
+            with contextlib.suppress(OSError):  # there are no locks
+                fcntl.flock(self.lock, fcntl.LOCK_UN)  # a forked process may have the file too
             self.lock.close()
 
 

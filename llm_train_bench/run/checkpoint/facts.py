@@ -59,7 +59,7 @@ class Facts(Strict):
 
 
 def commit(facts: Facts, directory: Path) -> None:
-    """Write facts.json, give the checkpoint its final name, and remove the ones that are too old."""
+    """Write facts.json, with a checksum of its own, and give the checkpoint its final name."""
     content = storable(facts.model_dump(mode="json"))
     crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
     (directory / FACTS).write_text(json.dumps({"crc32": crc, "facts": content}), encoding="utf-8")
@@ -67,8 +67,6 @@ def commit(facts: Facts, directory: Path) -> None:
     synchronize(directory)
     directory.rename(directory.with_suffix(""))
     synchronize(directory.parent)
-    for path in checkpoints_at(directory.parent)[:-KEPT]:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_facts(directory: Path) -> Facts:
@@ -102,6 +100,12 @@ def checkpoints_at(path: Path) -> list[Path]:
     return sorted((p for p in found if step_of(p) >= 0), key=step_of)
 
 
+def remove_older(run: Path) -> None:
+    """Remove the checkpoints of a run, except the newest ones."""
+    for path in checkpoints_at(run)[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def newest_good(checkpoints: Sequence[Path], refused: list[str]) -> tuple[Path, Facts] | None:
     """The last one that is as it was written; why others are not is added to `refused`."""
     for path in reversed(checkpoints):
@@ -112,9 +116,14 @@ def newest_good(checkpoints: Sequence[Path], refused: list[str]) -> tuple[Path, 
     return None
 
 
-def reason(error: Exception) -> str:
-    """Why work on files failed, in one line."""
-    return getattr(error, "strerror", None) or one_line(error) or type(error).__name__
+def reason(error: BaseException) -> str:
+    """Why work on files failed, in one line: the first cause, which PyTorch hides when a disk is full."""
+    while error.__context__ is not None and not error.__suppress_context__:
+        error = error.__context__
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{Path(error.filename).name}: " if error.filename else ""
+        return name + error.strerror
+    return one_line(error) or type(error).__name__
 
 
 def check_same_training(facts: Facts, path: Path, plan: Plan) -> None:

@@ -297,3 +297,4 @@ class Saver:
         )
         facts.files[".metadata"] = files.checksum(path / ".metadata")
         checkpoints.commit(facts, path)
+        checkpoints.remove_older(run.directory)
