@@ -195,6 +195,15 @@ def test_attempts_go_on_in_one_directory(saved, tmp_path):
     assert r["metrics"]["goodput"] == pytest.approx(parts["steps"] / sum(parts.values()))
 
 
+def test_a_finished_run_keeps_its_result(tmp_path, capsys):
+    assert train(tmp_path, *AUTO) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    assert train(tmp_path, *AUTO) == 0
+    assert "the run is finished; its result.json stays as it is" in capsys.readouterr().err
+    del before[tmp_path / "r/run.lock"]
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
 def test_a_restart_without_auto_leaves_another_run_alone(tmp_path, monkeypatch, capsys):
     assert train(tmp_path, *NAMED, dies=12) == 1
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

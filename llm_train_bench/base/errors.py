@@ -71,6 +71,10 @@ class Preempted(Interrupted):
         self.step = step
 
 
+class Finished(Exception):
+    """The run that was to go on has done all of its steps; the message says where its result is."""
+
+
 class CompileError(Exception):
     """torch.compile failed; the message names the part of the model and the first cause."""
 

@@ -40,7 +40,8 @@ OOM_ADVICE = (
 class Ending(NamedTuple):
     """How a run ends by an exception: its status, the message on one line, and the exit code.
 
-    2 is bad input, 3 out of memory, 4 cannot fit, 75 saved and stopped, 130 interrupted, 1 the rest.
+    0 is finished before, 2 bad input, 3 out of memory, 4 cannot fit, 75 saved and stopped, 130
+    interrupted, 1 the rest.
     """
 
     status: Status
@@ -55,6 +56,8 @@ def classify(error: BaseException) -> Ending:
     text = errors.one_line(error) or type(error).__name__
     if isinstance(error, errors.Preempted) and error.step is not None:
         return Ending("preempted", f"saved at step {error.step} and stopped by {error}", PREEMPTED)
+    if isinstance(error, errors.Finished):
+        return Ending("ok", text, 0)
     if isinstance(error, KeyboardInterrupt | errors.Interrupted):
         return Ending("interrupted", f"interrupted by {str(error) or 'SIGINT'}", INTERRUPTED)
     if isinstance(error, errors.UsageError | ConfigError):
@@ -141,9 +144,9 @@ def report(error: BaseException, prog: str, ranks: Ranks) -> None:
         message = {"message": text, "extraInfo": info | {"shown": shown}}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}))
-    if has_parent():
+    if has_parent() and code:  # it prints the error
         return
-    if code == 2 and ranks.local_rank and not isinstance(error, errors.OwnError):
+    if code in (0, 2) and ranks.local_rank and not isinstance(error, errors.OwnError):
         return
     if shown:
         say(trace.rstrip("\n"))

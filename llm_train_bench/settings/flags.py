@@ -322,8 +322,8 @@ class SaveFlags:
 
     save_every: Save the training state every N steps, at the end, and on SIGTERM, SIGINT or
         SIGUSR1; 0 never.
-    resume: Resume from a checkpoint. auto: the newest one of --run-name and its restarts. PATH:
-        the directory of a run or of a checkpoint.
+    resume: Resume from a checkpoint. auto: continue the run --run-name, or start it. PATH: start a
+        new run from the checkpoint of that path, or from the newest one of the run there.
     """
 
     save_every: int = flag(0, OUTPUT, at_least=0)

@@ -88,7 +88,7 @@ CONTRADICTIONS = (
      and (a.save_every or a.resume or a.zero1 or (s is Script.DDP and a.reduce_dtype == "bf16"))),
     ("--save-every and --resume with --fp8-recipe delayed: no checkpoint holds its scales; use current",
      lambda a, s: (a.save_every or a.resume) and a.use_fp8 and a.fp8_recipe == "delayed"),
-    ("--resume auto needs --run-name, by which it finds earlier attempts",
+    ("--resume auto needs --run-name, the run to continue",
      lambda a, s: a.resume == "auto" and a.run_name is None),
     ("--memory-snapshot records the warm-up; use --warmup-steps 2 or more",
      lambda a, s: a.memory_snapshot and a.warmup_steps < 2),

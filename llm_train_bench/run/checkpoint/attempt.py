@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any, TextIO
 
-from llm_train_bench.base.errors import OwnError, UsageError
+from llm_train_bench.base.errors import Finished, OwnError, UsageError
 from llm_train_bench.base.files import hold_lock
 from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main
 from llm_train_bench.results.result_files import begin_attempt, read_result, read_steps
@@ -31,6 +31,8 @@ class Start:
     checkpoint: tuple[Path, checkpoints.Facts] | None = None
     """None where it starts at step 0."""
     notes: list[str] = dataclasses.field(default_factory=list)
+    finished: bool = False
+    """The directory has the result of all steps."""
     lock: TextIO | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,9 +75,11 @@ class Start:
 def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
     """Where this run starts, the same on every rank, and the plan of the remaining steps.
 
-    UsageError where it cannot resume.
+    UsageError where it cannot resume, Finished where nothing is left to do.
     """
     start = on_main(ranks, lambda: _find_start(plan))
+    if start.finished:
+        raise Finished(f"{start.directory}: the run is finished; its result.json stays as it is")
     if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
         raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; set --amp")
     if start.checkpoint and (before := start.checkpoint[1].args["amp"]) != amp:
@@ -108,17 +112,17 @@ def _find_start(plan: Plan) -> Start:
     elif flags.resume:
         start.notes.append(f"no checkpoint of {name}; starts from step 0")
     if goes_on:
-        _read_attempts(start)
+        start.finished = _read_attempts(start) == "ok" and start.first_step >= plan.schedule.total
     start.attempts.append(begin_attempt(start.first_step))
     return start
 
 
-def _read_attempts(start: Start) -> None:
-    """Add the attempts before this one, and what ended the last of them. A copy is a run of its own."""
+def _read_attempts(start: Start) -> str | None:
+    """Add the attempts before this one; the status of the last. A copy is a run of its own."""
     try:
         before = read_result(start.directory / "result.json")
     except (OSError, ValueError):
-        return
+        return None
     steps = read_steps(start.directory / "steps.jsonl")
     start.attempts, last = before.attempts, before.attempts[-1]
     last.lost_s += sum(step["step_time_s"] for step in steps if step["step"] >= start.first_step)
@@ -126,3 +130,4 @@ def _read_attempts(start: Start) -> None:
     last.end = last.end or max((step["at"] for step in steps), default=last.opened)
     if before.run_name == start.directory.name:
         start.run_id = before.run_id
+    return before.status
