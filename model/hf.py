@@ -1,9 +1,7 @@
-"""Parameters in Hugging Face files: reading them, or our checkpoints, and writing them."""
+"""Parameters in Hugging Face files: reading and writing them."""
 
-import dataclasses
 import functools
 import json
-import pickle
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.model.weights import Shard, Weight
+from llm_train_bench.model.weights import Weight
 
 # Qwen3MoeForCausalLM of qwen3_moe; some are called differently.
 ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in FAMILIES}
@@ -115,8 +113,6 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     directory = Path(directory)
     with torch.device("meta"):
         model = Transformer(config, 1)
-    if (directory / "facts.json").exists():
-        return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
         other = load_config(directory, config.vocab_multiple, config.first_layers)
         ours, theirs = config.shape(), other.shape()
@@ -141,7 +137,7 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
                 )
             where = f"{stored.path}: {stored.name}"
             if stored.shape != list(part.shape):
-                raise _misfit(where, stored.shape, config, part.shape)
+                raise misfit(where, stored.shape, config, part.shape)
             if stored.kind not in ("F64", "F32", "F16", "BF16"):
                 raise ConfigError(f"{where} holds {stored.kind}; quantised weights are not read")
             parts.append(stored)
@@ -163,7 +159,8 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     return readers
 
 
-def _misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[int]) -> ConfigError:
+def misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[int]) -> ConfigError:
+    """The error of a tensor in a file, whose shape should be the right one."""
     fit = f"which does not fit {config.path}: it should have {list(right)}"
     return ConfigError(f"{name} has shape {shape}, {fit}")
 
@@ -177,40 +174,6 @@ def _further(config: ModelConfig, name: str, index: Container[str]) -> bool:
     after = layer.isdecimal() and int(layer) >= config.num_hidden_layers
     after &= f"model.layers.{layer}.eh_proj.weight" in index
     return after or name.startswith("mtp.")
-
-
-def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
-    """What reads each parameter from a checkpoint of ours, whose tensors have our names and layouts."""
-    from llm_train_bench.model.stored import Part, read_parts, stored_tensors  # takes a second
-
-    def read(name: str, groups: int, weight: Weight) -> Tensor:
-        value = torch.empty(weight.shape)
-        whole = Shard((0,) * value.ndim, weight.shape)
-        read_parts(directory, {name: Part(value, whole, weight.shape)})
-        if groups != weight.groups:  # the same rows in another order
-            stored = torch.cat(segment_rows(dataclasses.replace(weight, groups=groups)))
-            value[torch.cat(segment_rows(weight))] = value[stored]
-        return value
-
-    try:
-        stored = {
-            name.partition(",")[0]: (name, t) for name, t in stored_tensors(directory).items()
-        }
-    except (OSError, pickle.UnpicklingError, EOFError) as error:
-        raise ConfigError(f"{directory}: cannot be read: {error!r}") from None
-    readers = {}
-    for weight, parameter in model.weights():
-        if (found := stored.get(f"p/{weight.name}")) is None:
-            raise ConfigError(
-                f"{directory}: has no {weight.name}; is it a checkpoint of that model?"
-            )
-        name, tensor = found
-        if list(tensor.size) != list(parameter.shape):
-            where = f"{directory}: {weight.name}"
-            raise _misfit(where, list(tensor.size), model.config, parameter.shape)
-        order = re.search(r", rows in (\d+) groups", name)
-        readers[weight.name] = functools.partial(read, name, int(order[1]) if order else 1)
-    return readers
 
 
 def _read(parts: list[_Stored], weight: Weight) -> Tensor:

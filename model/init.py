@@ -23,7 +23,7 @@ def materialize(
 ) -> None:
     """Give a meta-device model storage on `device` and initial values, in place.
 
-    The same seed gives the same values on every device. With `pretrained` (model.hf.check_pretrained)
+    The same seed gives the same values on every device. With `pretrained` (model.hf.Pretrained)
     they are read instead, one parameter at a time.
     """
     model.to_empty(device=device)

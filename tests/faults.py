@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import train_ddp  # noqa: F401 (before the ranks are forked)
 import train_fsdp  # noqa: F401
-from llm_train_bench.model.stored import Part, read_parts, stored_tensors
 from llm_train_bench.model.weights import Shard
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run.checkpoint import facts, saver  # noqa: F401 (before the ranks are forked)
 from llm_train_bench.run.checkpoint.facts import checkpoints_at, newest_good, step_of
+from llm_train_bench.run.checkpoint.parts import Part, read_parts, stored_tensors
 from llm_train_bench.run.launch import train_planned
 from tests.helpers import ROOT
 

@@ -197,7 +197,9 @@ def test_attempts_go_on_in_one_directory(saved, tmp_path):
 
 def test_a_finished_run_keeps_its_result(tmp_path, capsys):
     assert train(tmp_path, *AUTO) == 0
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("*") if path.is_file()
+    }
     assert train(tmp_path, *AUTO) == 0
     assert "the run is finished; its result.json stays as it is" in capsys.readouterr().err
     del before[tmp_path / "r/run.lock"]

@@ -145,7 +145,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path, scripts):
     other = start(path, tmp_path)
     refused, _ = other.communicate(timeout=60)
     assert other.returncode == 2 and refused.count("\n") == 1
-    assert f"sweep.py: {tmp_path}: another sweep is running there" in refused
+    assert f"sweep.py: {tmp_path}: process" in refused
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and "timeout: not done after 5 s" in text
     assert not process.members()

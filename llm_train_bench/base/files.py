@@ -100,7 +100,7 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def synchronize(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until the content of a file, or the names in a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 from llm_train_bench.base.errors import Finished, OwnError, UsageError
 from llm_train_bench.base.files import hold_lock
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.hf import Pretrained, check_pretrained
 from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main
 from llm_train_bench.results.result_files import begin_attempt, read_result, read_steps
 from llm_train_bench.results.schema import Attempt
@@ -70,6 +72,18 @@ class Start:
             with contextlib.suppress(OSError):  # there are no locks
                 fcntl.flock(self.lock, fcntl.LOCK_UN)  # a forked process may have the file too
             self.lock.close()
+
+
+def check_initial(config: ModelConfig, directory: str | None) -> Pretrained | None:
+    """What reads each parameter from the directory of --init-from: a checkpoint, or Hugging Face files.
+
+    None without a directory. ConfigError if something does not fit, or is missing.
+    """
+    if directory is None or not (Path(directory) / checkpoints.FACTS).exists():
+        return check_pretrained(config, directory)
+    from llm_train_bench.run.checkpoint.parts import check_checkpoint  # takes a second to import
+
+    return check_checkpoint(config, Path(directory))
 
 
 def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:

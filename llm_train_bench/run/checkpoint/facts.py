@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from llm_train_bench.base.documents import index_path
 from llm_train_bench.base.errors import UsageError, one_line
-from llm_train_bench.base.files import checksum, synchronize
+from llm_train_bench.base.files import checksum, sync_to_disk
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.results.result_files import storable
@@ -63,10 +63,10 @@ def commit(facts: Facts, directory: Path) -> None:
     content = storable(facts.model_dump(mode="json"))
     crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
     (directory / FACTS).write_text(json.dumps({"crc32": crc, "facts": content}), encoding="utf-8")
-    synchronize(directory / FACTS)
-    synchronize(directory)
+    sync_to_disk(directory / FACTS)
+    sync_to_disk(directory)
     directory.rename(directory.with_suffix(""))
-    synchronize(directory.parent)
+    sync_to_disk(directory.parent)
 
 
 def read_facts(directory: Path) -> Facts:

@@ -26,10 +26,16 @@ from llm_train_bench.base import files
 from llm_train_bench.base.errors import Preempted, UsageError, one_line
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.model.stored import Part, read_parts, stored_name, stored_tensors
 from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
 from llm_train_bench.run.checkpoint import facts as checkpoints
+from llm_train_bench.run.checkpoint.parts import (
+    UNREADABLE,
+    Part,
+    read_parts,
+    stored_name,
+    stored_tensors,
+)
 from llm_train_bench.run.failures import SAVE_S, SAVES
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.signals import ENDING, Wish, ignore, signal_said
@@ -95,7 +101,7 @@ def load(run: Run, model: HasWeights, optimizer: Optimizer) -> None:
         raise UsageError(f"{path}: {why}; to go on from the weights alone, use --init-from")
     try:
         read_parts(path, parts | {name: part for name, part in process.items() if name in stored})
-    except (OSError, ValueError, RuntimeError) as error:
+    except UNREADABLE as error:
         raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
     if facts.layout == layout(run):
         torch.set_rng_state(process[f"{layout(run)}/{run.ranks.rank}/cpu"].values)
@@ -280,7 +286,7 @@ class Saver:
         """On rank 0, when all have written: what is where, the losses, and the final name."""
         run, path, config = self.run, Path(writer.path), self.run.plan.work.config
         writer.finish(self.metadata, [parts for parts, _ in shares])
-        files.synchronize(path / ".metadata")
+        files.sync_to_disk(path / ".metadata")
         os.fsync(run.steps.fileno())
         with contextlib.suppress(OSError):  # moved away since
             self.data = checkpoints.describe_data(run.plan.args, self.data)

@@ -1,5 +1,9 @@
 """Parts of tensors, as torch.distributed.checkpoint plans, writes and reads them."""
 
+import dataclasses
+import functools
+import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,7 +20,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from llm_train_bench.base.errors import one_line
+from llm_train_bench.model.config import ConfigError, ModelConfig
+from llm_train_bench.model.hf import Pretrained, misfit, segment_rows
 from llm_train_bench.model.weights import Shard, Weight
+
+# What PyTorch raises for files that are damaged or absent.
+UNREADABLE = (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
 def stored_name(key: str, weight: Weight) -> str:
@@ -73,3 +83,39 @@ def read_parts(directory: Path, parts: Mapping[str, Part]) -> None:
     plan = planner.create_local_plan()
     reader.set_up_storage_reader(planner.metadata, is_coordinator=True)
     reader.read_data(plan, planner).wait()
+
+
+def check_checkpoint(config: ModelConfig, directory: Path) -> Pretrained:
+    """What reads each parameter of a model from a checkpoint of any layout.
+
+    ConfigError if one does not fit, and later if it cannot be read.
+    """
+    try:
+        tensors = stored_tensors(directory)
+    except UNREADABLE as error:
+        raise ConfigError(f"{directory}: cannot be read: {one_line(error)}") from None
+    stored = {name.partition(",")[0]: (name, tensor) for name, tensor in tensors.items()}
+    readers = {}
+    for name, weight in config.weights.items():
+        if (found := stored.get(f"p/{name}")) is None:
+            raise ConfigError(f"{directory}: has no {name}; is it a checkpoint of that model?")
+        if tuple(found[1].size) != weight.shape:
+            raise misfit(f"{directory}: {name}", list(found[1].size), config, weight.shape)
+        readers[name] = functools.partial(_read_whole, directory, found[0])
+    return readers
+
+
+def _read_whole(directory: Path, name: str, weight: Weight) -> Tensor:
+    """A parameter, with its rows in the order of `weight`."""
+    value = torch.empty(weight.shape)
+    part = Part(value, Shard((0,) * value.ndim, weight.shape), weight.shape)
+    try:
+        read_parts(directory, {name: part})
+    except UNREADABLE as error:
+        raise ConfigError(f"{directory}: {name} cannot be read: {one_line(error)}") from None
+    order = re.search(r", rows in (\d+) groups", name)
+    groups = int(order[1]) if order else 1
+    if groups != weight.groups:
+        stored = torch.cat(segment_rows(dataclasses.replace(weight, groups=groups)))
+        value[torch.cat(segment_rows(weight))] = value[stored]
+    return value
