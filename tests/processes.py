@@ -24,7 +24,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 import train_ddp  # noqa: F401 (for the processes)
 import train_fsdp  # noqa: F401
 from llm_train_bench.base import start
-from llm_train_bench.parallel import ranks
 from llm_train_bench.run import agent  # noqa: F401
 from tests.helpers import ROOT, words
 
@@ -92,8 +91,6 @@ def _run(argv: list[str], call: dict) -> int:
         (Path(directory) / str(os.getpid())).write_text(json.dumps(dict(os.environ)))
     torch.set_num_threads(1)  # OpenMP's other threads were not forked
     tempfile.tempdir = start._agent = start._wish = None
-    ranks._WORDS.clear()
-    ranks._LASTING.clear()
     subprocess.Popen = subprocess_handler.Popen = Warm
     if argv[0] == "-m":
         argv = [importlib.util.find_spec(argv[1]).origin, *argv[2:]]

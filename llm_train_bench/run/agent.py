@@ -2,13 +2,12 @@
 
     python -m llm_train_bench.run.agent [torchrun's options] SCRIPT CONFIG [flags]
 
-is torchrun that says in one line, and in the result, what ended an attempt, and exits with our codes.
-A signal is passed on to the ranks, which may take their time to save.
+is torchrun that passes signals on to the ranks, which may take their time to save, that says in one line
+and in the result what ended an attempt, and that exits with our codes.
 """
 
 import argparse
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.base.start import PARENT, early_wish
+from llm_train_bench.base.start import PARENT
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerState
@@ -33,32 +32,29 @@ from llm_train_bench.base.errors import Interrupted, Killed, NotJoined, UsageErr
 from llm_train_bench.parallel.ranks import MEETING, ROUND
 from llm_train_bench.results.console import say
 from llm_train_bench.results.result_files import RUN_POINTER, complete_result, run_told
-from llm_train_bench.run import failures
+from llm_train_bench.run.failures import LOST, NO_CAUSE, PREEMPTED, first_error, keep_error
 from llm_train_bench.run.launch import check_started_by_launcher, guarded
 from llm_train_bench.run.signals import ENDING, SECOND, Heard, end_at_first, handled_by, ignore
 from llm_train_bench.settings.command_line import parse_args
 
+SIGNALS = (*ENDING, signal.SIGUSR1)
 # torch wraps methods of its agent in a decorator without types.
 TorchAgent: Any = LocalElasticAgent
-SIGNALS = (*ENDING, signal.SIGUSR1)
 
 
 class Agent(TorchAgent):
     """torchrun's agent, which also passes signals on, and says what ended the ranks."""
 
-    def __init__(self, prog: str, **settings: Any):
-        super().__init__(**settings)
-        self.prog, self.pointer = prog, Path(os.environ[MEETING]) / RUN_POINTER
-        self.heard, self.asked, self.insists = Heard(), "", False
+    prog = ""  # whose ranks they are
+    asked = ""  # the signal that was passed on
+    insists = False
 
     def _invoke_run(self, role):
+        self.pointer, self.heard = Path(os.environ[MEETING]) / RUN_POINTER, Heard()
         with handled_by(self._hear, SIGNALS):
-            try:
-                if number := early_wish():
-                    raise Interrupted(signal.Signals(number).name)
-                return super()._invoke_run(role)
-            finally:
-                ignore(SIGNALS)  # SLURM signals this once more when another node has ended
+            result = super()._invoke_run(role)
+            ignore(SIGNALS)  # SLURM signals this once more when another node has ended
+            return result
 
     def _hear(self, number: int, frame: object) -> None:
         if self._worker_group.state != WorkerState.HEALTHY:
@@ -83,11 +79,11 @@ class Agent(TorchAgent):
         result = super()._monitor_workers(worker_group)
         if result.failures:
             first = first_failure(result.failures)
-            if first["code"] in (2, 4, failures.PREEMPTED):  # all would end the same again
+            if first["code"] in (2, 4, PREEMPTED):  # all would end the same again
                 self._remaining_restarts = 0
             elif self.asked:
-                error = f"interrupted by {self.asked}"
-                complete_result(self.pointer, "interrupted", error, (failures.LOST,))
+                status = "interrupted"
+                complete_result(self.pointer, status, f"{status} by {self.asked}", (LOST,))
                 raise Interrupted(self.asked)
             self._report(first, worker_group)
         return result
@@ -97,13 +93,13 @@ class Agent(TorchAgent):
         rank, text, status = first["rank"], first["text"], first["status"]
         run, who = run_told(self.pointer), f"rank {rank}: {text}"
         if run and first.get("killed"):  # other nodes read it there
-            failures.keep_error(run, rank, Killed(text))
-        if run and text.startswith(failures.NO_CAUSE) and worker_group.group_world_size > 1:
+            keep_error(run, rank, Killed(text))
+        if run and text.startswith(NO_CAUSE) and worker_group.group_world_size > 1:
             time.sleep(4.0)  # another node's agent writes that its rank was killed
-            status, who = failures.first_error(run, time.time()) or (status, who)
+            status, who = first_error(run, time.time()) or (status, who)
         say(f"{first.get('trace', '')}{self.prog}: {text if first['code'] in (2, 4) else who}")
         if any(worker.global_rank == 0 for worker in worker_group.workers):
-            complete_result(self.pointer, status, who, (failures.LOST,))
+            complete_result(self.pointer, status, who, (LOST,))
 
 
 def first_failure(failed: dict[int, Any]) -> dict[str, Any]:
@@ -124,6 +120,7 @@ def run_agent(options: argparse.Namespace) -> int:
     """Run the ranks of this node by torchrun's options until all have ended; the exit code."""
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # the agent's: all there is to say is said here
+    api.__dict__["LocalElasticAgent"], Agent.prog = Agent, Path(options.training_script).name
     with tempfile.TemporaryDirectory("", "llm-train-bench-", ignore_cleanup_errors=True) as private:
         os.environ |= {PARENT: str(os.getpid()), MEETING: private}
         options.log_dir = options.log_dir or private
@@ -131,8 +128,6 @@ def run_agent(options: argparse.Namespace) -> int:
             options.rdzv_backend, options.rdzv_conf = "c10d", "store_type=file"
             options.rdzv_endpoint, options.rdzv_id = f"{private}/agent", "alone"
             options.local_addr = "127.0.0.1"
-        prog = Path(options.training_script).name
-        api.__dict__["LocalElasticAgent"] = functools.partial(Agent, prog)
         try:
             config, program, arguments = torchrun.config_from_args(options)
             config.signals_to_handle = "none"  # all are handled here

@@ -88,6 +88,7 @@ def start_ranks(argv: Sequence[str], script: str) -> int:
     """Start the script once per device through torchrun's own agent, and wait for all."""
     from llm_train_bench.run import agent
 
+    start.refuse_wishes()
     args = parse_args(argv, Path(script).name)
     cuda = args.device != "cpu" and torch.cuda.is_available()
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)
