@@ -484,7 +484,7 @@ def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_pa
     assert run(8, 0, *missing).startswith("train_fsdp.py: rank 8: none.bin: no such file")
     assert run(9, 1, *missing) == ""
     assert run(0, 0, "--n-steps", "0").startswith("train_fsdp.py: rank 0: --n-steps 0")
-    assert "--nproc: this script was started by a launcher" in run(0, 0, "--nproc", "2")
+    assert "--nproc 2: this script was started by a launcher" in run(0, 0, "--nproc", "2")
     assert "--max-restarts: no such flag; use torchrun's own" in run(0, 0, "--max-restarts", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -33,9 +33,8 @@ from llm_train_bench.parallel.ranks import MEETING, ROUND
 from llm_train_bench.results.console import say
 from llm_train_bench.results.result_files import RUN_POINTER, complete_result, run_told
 from llm_train_bench.run.failures import LOST, NO_CAUSE, PREEMPTED, first_error, keep_error
-from llm_train_bench.run.launch import check_started_by_launcher, guarded
+from llm_train_bench.run.launch import guarded
 from llm_train_bench.run.signals import ENDING, SECOND, Heard, end_at_first, handled_by, ignore
-from llm_train_bench.settings.command_line import parse_args
 
 SIGNALS = (*ENDING, signal.SIGUSR1)
 # torch wraps methods of its agent in a decorator without types.
@@ -144,13 +143,7 @@ def run_agent(options: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     """The command line; its exit code."""
     options = torchrun.parse_args(argv)
-    prog = Path(options.training_script).name
-
-    def run() -> int:
-        check_started_by_launcher(parse_args(options.training_script_args, prog))
-        return run_agent(options)
-
-    return guarded(run, prog)
+    return guarded(lambda: run_agent(options), Path(options.training_script).name)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from llm_train_bench.run import failures
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.signals import end_at_first, handled_by
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import ParallelFlags, Script
+from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
 
 
@@ -37,27 +37,28 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
     """Run as one rank if a launcher started this process, or start one process per device."""
     prog = Path(script).name
 
-    def be(ranks: Ranks) -> None:
+    def run_rank(ranks: Ranks) -> None:
         # Connecting to others runs in C, without Python's handlers.
         with closing(HangWatch(lambda error, when: os._exit(report(error, prog, ranks)))):
             train_planned(train, argv, prog, ranks)
             gc.collect()  # DDP must be gone before its process group: the two can wait for each other
             leave()
 
-    def body() -> int:
+    def run() -> int:
         ranks = find_ranks(os.environ)
-        if ranks is None:
-            return start_ranks(argv, script)
-        return guarded(lambda: be(ranks), prog, ranks)
+        return guarded(lambda: run_rank(ranks), prog, ranks) if ranks else start_ranks(argv, script)
 
-    return guarded(body, prog)
+    return guarded(run, prog)
 
 
 def train_planned(train: Callable[..., None], argv: Sequence[str], prog: str, ranks: Ranks) -> None:
     """Resolve the arguments into a plan, and call `train(plan, device, ranks)`."""
     args = parse_args(argv, prog)
-    if not failures.has_parent():
-        check_started_by_launcher(args)
+    if args.nproc not in (None, ranks_here(ranks)):
+        raise UsageError(
+            f"--nproc {args.nproc}: this script was started by a launcher, which decides that; leave it "
+            "out and use its --nproc-per-node"
+        )
     if not args.save_every:
         start.refuse_wishes()
     device = pick_device(args.device, ranks.local_rank)
@@ -65,23 +66,19 @@ def train_planned(train: Callable[..., None], argv: Sequence[str], prog: str, ra
     train(make_plan(args, Script(prog), ranks.world, platform_of(device), **has), device, ranks)
 
 
+def ranks_here(ranks: Ranks) -> int:
+    """The number of ranks on this machine; of all where the launcher does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+
+
 def free_gib(device: torch.device, ranks: Ranks) -> float | None:
     """Memory that a rank may plan with [GiB]: its share of a GPU's, or of half of a CPU's machine."""
-    has, here = memory_gib(device), int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    has = memory_gib(device)
     if has and device.type == "cpu":
-        return has / 2 / here
+        return has / 2 / ranks_here(ranks)
     if has and os.environ.get(SHARE_GPU) == "1":
-        return has / math.ceil(here / torch.cuda.device_count())
+        return has / math.ceil(ranks_here(ranks) / torch.cuda.device_count())
     return has
-
-
-def check_started_by_launcher(flags: ParallelFlags) -> None:
-    """UsageError for a flag that works only if the script starts its ranks itself."""
-    if flags.nproc:
-        raise UsageError(
-            "--nproc: this script was started by a launcher, which decides that; leave it out and use "
-            "its --nproc-per-node"
-        )
 
 
 def start_ranks(argv: Sequence[str], script: str) -> int:
