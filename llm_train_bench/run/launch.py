@@ -39,7 +39,7 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
 
     def run_rank(ranks: Ranks) -> None:
         # Connecting to others runs in C, without Python's handlers.
-        with closing(HangWatch(lambda error, when: os._exit(report(error, prog, ranks)))):
+        with closing(HangWatch(lambda error, when: os._exit(report_failure(error, prog, ranks)))):
             train_planned(train, argv, prog, ranks)
             gc.collect()  # DDP must be gone before its process group: the two can wait for each other
             leave()
@@ -115,17 +115,17 @@ def guarded(body: Callable[[], int | None], prog: str, ranks: Ranks = ALONE) -> 
             try:
                 code = body() or 0
             except (Exception, KeyboardInterrupt, Interrupted) as error:
-                code = report(error, prog, ranks)
+                code = report_failure(error, prog, ranks)
     # As the handlers are set or taken away, or before the report of an error.
     except (KeyboardInterrupt, Interrupted) as late:
-        code = report(late.__context__ or late, prog, ranks)
+        code = report_failure(late.__context__ or late, prog, ranks)
     if start.is_script():  # a process group of lost ranks, or a save that was given up, would wait
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
-def report(error: BaseException, prog: str, ranks: Ranks) -> int:
+def report_failure(error: BaseException, prog: str, ranks: Ranks) -> int:
     """Report a failure; the exit code. The agent ends this rank too when another one has failed."""
     with handled_by(signal.SIG_IGN):
         if start.orphaned():
