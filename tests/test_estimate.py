@@ -805,9 +805,10 @@ def proxy(flags, **changes):
 
 
 def test_the_estimate_warns_of_too_little_memory():
-    assert list(launch.warn_of_memory(proxy("--bsz 4").work, 79.1)) == []
-    (note,) = launch.warn_of_memory(proxy("--bsz 7").work, 79.1)
-    assert "the largest --bsz that fits is 6" in note
+    assert proxy("--bsz 6", memory_gib=79.1).notes == ()
+    assert proxy("--bsz 7", memory_gib=79.1, platform="cpu").notes == ()
+    (note,) = proxy("--bsz 7", memory_gib=79.1).notes
+    assert "memory may not suffice: this needs an estimated 8" in note
 
 
 def test_ranks_of_a_cpu_share_half_of_its_memory(monkeypatch):
@@ -824,7 +825,7 @@ def test_a_run_that_may_not_fit_starts_with_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "free_gib", lambda device, ranks: 0.1)
     run = trained(tmp_path, RUN, "--bsz 2 --warmup-seconds 0")
     (note,) = (text for text in remark_texts(run) if "memory may not suffice" in text)
-    assert "the GPU has 0.1; no --bsz fits" in note
+    assert "the GPU has 0.1; --bsz auto finds" in note
 
 
 @pytest.mark.parametrize("script", ["train.py", "train_ddp.py"])

@@ -12,24 +12,24 @@ import socket
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch.distributed import DistBackendError, DistStoreError, HashStore
+from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 import train
 import train_fsdp
 from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, Preempted, UsageError
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel import ranks
-from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
+from llm_train_bench.parallel.ranks import MEETING, Ranks, collective_timeout, find_ranks, join
 from llm_train_bench.results.result_files import complete_result
 from llm_train_bench.run import agent, launch, signals
 from llm_train_bench.run.agent import first_failure
-from llm_train_bench.run.failures import LOST, classify, first_error, keep_error
+from llm_train_bench.run.failures import LOST, classify, first_error, keep_error, report
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.life import Run
@@ -155,10 +155,10 @@ def test_a_signal_around_a_run_is_one_line(made, monkeypatch, capsys):
 
     watch = (lambda *args: mock.Mock(close=signalled)) if made else signalled
     monkeypatch.setattr(launch, "HangWatch", watch)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as end:
-        launch._guarded(lambda: 0, "x.py", Ranks(0, 2, 0))
-    assert end.value.code == 130
+    monkeypatch.setattr(launch, "train_planned", lambda *args: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch_ranks(train_fsdp.train, [], "x.py") == 130
     assert capsys.readouterr().err == "x.py: rank 0: interrupted by SIGTERM\n"
 
 
@@ -191,8 +191,8 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(start_trainin
     os.kill(ranks[0], signal.SIGTERM)
     assert wait_until(lambda: only_result(tmp_path)["status"] != "running", 25)
     time.sleep(2)  # the agent counts in whole seconds
-    os.kill(ranks[1], signal.SIGKILL)
-    assert finish(process)[0] == 1
+    os.kill(ranks[1], signal.SIGCONT)  # a rank that does not react is killed after half a minute
+    assert finish(process)[0] == 130
     r = only_result(tmp_path)
     assert r["status"] == "interrupted" and r["error"] == "interrupted by SIGTERM"
     # All finished steps are there, also those after the last write.
@@ -419,28 +419,37 @@ def handles_sigterm(pid: int) -> bool:
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def test_the_rank_that_failed_first_is_named():
+def test_the_rank_that_failed_first_is_named(monkeypatch, tmp_path):
     """A rank killed for not ending in time comes after the error that was the cause; a rank killed
     in the first place comes before what the others then say."""
 
-    def failure(at_s, exitcode, text=None):
-        data = {"message": {"message": text, "extraInfo": {"time_ns": at_s * 1e9}}}
-        facts = dict(error_file_data=data if text else {"message": "<NONE>"}, exitcode=exitcode)
-        return types.SimpleNamespace(timestamp=int(at_s), **facts)
+    def reported(rank, at_s, error):
+        path = tmp_path / f"{rank}.json"
+        monkeypatch.setattr(time, "time", lambda: at_s)
+        with mock.patch.dict(os.environ, TORCHELASTIC_ERROR_FILE=str(path)):
+            code = report(error, "x.py", Ranks(rank, 9, rank))
+        return ProcessFailure(rank, 0, code, str(path))
+
+    def killed(rank, at_s, number):
+        monkeypatch.setattr(time, "time", lambda: at_s)
+        return ProcessFailure(rank, 0, -number, "none")
 
     def first(*failures):
-        return failures[first_failure(dict(enumerate(failures)))]
+        return first_failure({failure.local_rank: failure for failure in failures})["text"]
 
-    cause = failure(1000.2, 1, "x")
-    ended, late = failure(1001, -15), failure(1031, -9)
-    assert first(cause, ended, late) is cause
-    killed = failure(1001.1, -9)  # seen after the others had noticed
-    assert first(killed, failure(1000.9, 1, "x")) is killed
-    by_agent = failure(1001.2, 1, "interrupted by SIGTERM")
-    assert first(killed, by_agent) is killed
-    assert first(cause, by_agent) is cause
-    alone = failure(1000.9, 1, "interrupted by SIGTERM")
-    assert first(killed, alone) is alone
+    cause, by_agent = (
+        reported(3, 1000.2, MemoryError()),
+        reported(4, 1000.3, Interrupted("SIGTERM")),
+    )
+    told, late = killed(5, 1000.3, signal.SIGTERM), killed(6, 1031, signal.SIGKILL)
+    assert first(cause, by_agent, told, late).startswith("out of memory")
+    shot = killed(2, 1001.1, signal.SIGKILL)  # seen after the others had noticed
+    lost = reported(0, 1000.9, RuntimeError("Connection closed by peer"))
+    assert first(lost, shot, by_agent) == "killed by SIGKILL"
+    assert first(by_agent, lost, late) == "interrupted by SIGTERM"
+    saved = reported(1, 1002, Preempted("SIGTERM", 7))
+    assert first(cause, saved) == "saved at step 7 and stopped by SIGTERM"
+    assert first_failure({3: cause})["code"] == 3 and first_failure({1: saved})["code"] == 75
 
 
 @pytest.mark.parametrize("reacts", [False, True])
@@ -466,18 +475,17 @@ def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_pa
         error_file.unlink(missing_ok=True)
         environ = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "64"}
         environ |= {"SLURM_LOCALID": str(local), "TORCHELASTIC_ERROR_FILE": str(error_file)}
-        with mock.patch.dict(os.environ, environ), pytest.raises(SystemExit) as end:
-            sys.exit(launch_ranks(train_fsdp.train, [*TINY, *argv], "train_fsdp.py"))
-        assert end.value.code == 2 and json.loads(error_file.read_text())["message"]["message"]
+        with mock.patch.dict(os.environ, environ):
+            assert launch_ranks(train_fsdp.train, [*TINY, *argv], "train_fsdp.py") == 2
+        assert json.loads(error_file.read_text())["message"]["message"]
         return capsys.readouterr().err
 
-    monkeypatch.setattr(os, "_exit", sys.exit)
     missing = ("--data", "none.bin")
     assert run(8, 0, *missing).startswith("train_fsdp.py: rank 8: none.bin: no such file")
     assert run(9, 1, *missing) == ""
     assert run(0, 0, "--n-steps", "0").startswith("train_fsdp.py: rank 0: --n-steps 0")
-    assert "--nproc: this script was started by a launcher" in run(0, 0, "--nproc", "2")
-    assert "--max-restarts: this script was started by a" in run(0, 0, "--max-restarts", "2")
+    assert "--nproc 2: this script was started by a launcher" in run(0, 0, "--nproc", "2")
+    assert "--max-restarts: no such flag; use torchrun's own" in run(0, 0, "--max-restarts", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     alone = run(9, 1, "--device", "cuda")
@@ -542,44 +550,34 @@ def asked(monkeypatch):
     """What torchrun's agent is asked to start: its settings, the program and the arguments of a rank."""
     asked = []
 
-    def run_agent(options, saves):
-        asked.append(agent.configure(options, Path("private")))
-        return 0
+    def elastic_launch(config, program):
+        return lambda *arguments: asked.append((config, program, arguments))
 
-    monkeypatch.setattr(agent, "run_agent", run_agent)
-    return asked
+    monkeypatch.setattr(agent.api, "elastic_launch", elastic_launch)
+    monkeypatch.setattr(agent.api, "LocalElasticAgent", None)  # given back afterwards
+    monkeypatch.setattr(agent.logging, "disable", lambda level: None)
+    with mock.patch.dict(os.environ):
+        yield asked
 
 
-@pytest.mark.parametrize(("given", "place"), [([], "private"), (["--log-dir", "mine"], "mine")])
+@pytest.mark.parametrize(("given", "place"), [([], MEETING), (["--log-dir", "mine"], None)])
 def test_logs_of_ranks_are_where_torchruns_flag_says(given, place, asked):
-    agent.main([*given, "--nproc-per-node=2", "train_ddp.py", *TINY])
-    assert asked[0][0].logs_specs.root_log_dir == place
+    assert agent.main([*given, "--nproc-per-node=2", "train_ddp.py", *TINY]) == 0
+    assert asked[0][0].logs_specs.root_log_dir == (os.environ[place] if place else "mine")
 
 
 def test_the_ranks_of_a_script_share_the_cores(asked, monkeypatch):
     monkeypatch.setattr(launch, "n_cores", lambda: 8)
-    with mock.patch.dict(os.environ):
-        del os.environ["OMP_NUM_THREADS"]
-        launch._start_ranks([*TINY, "--nproc", "3", "--save-every", "5"], "x.py", "train_ddp.py")
-        assert os.environ["OMP_NUM_THREADS"] == "2"
+    del os.environ["OMP_NUM_THREADS"]
+    argv = (*TINY, "--nproc", "3", "--save-every", "5")
+    launch.start_ranks(argv, "train_ddp.py")
+    assert os.environ["OMP_NUM_THREADS"] == "2"
     config, program, arguments = asked[0]
     assert (config.nproc_per_node, config.max_nodes, config.max_restarts) == (3, 1, 0)
-    assert (config.rdzv_endpoint, config.rdzv_configs["store_type"]) == ("private/agent", "file")
-    assert (program, arguments[:2]) == (sys.executable, ["-u", str(ROOT / "x.py")])
-    assert arguments[2:] == [*TINY, "--nproc", "3", "--save-every", "5"]
-
-
-@pytest.mark.parametrize(
-    "platform, free, noted", [("nvidia", 9, 1), ("cpu", 9, 0), ("amd", None, 0)]
-)
-def test_memory_is_checked_on_a_gpu_where_it_is_known(platform, free, noted, monkeypatch):
-    plans = []
-    values = {"platform_of": platform, "free_gib": free, "warn_of_memory": ["tight"]}
-    for name, value in values.items():
-        monkeypatch.setattr(launch, name, lambda *args, value=value: value)
-    argv = [*TINY, "--save-every", "5"]
-    launch.train_planned(lambda plan, *rest: plans.append(plan), argv, "train.py", Ranks(0, 1, 0))
-    assert plans[0].notes.count("tight") == noted
+    assert config.rdzv_endpoint == f"{os.environ[MEETING]}/agent"
+    assert config.rdzv_configs["store_type"] == "file"
+    assert (program, arguments[:2]) == (sys.executable, ("-u", str(ROOT / "train_ddp.py")))
+    assert arguments[2:] == argv
 
 
 @pytest.mark.parametrize(("variables", "found"), answers("launchers.txt"))

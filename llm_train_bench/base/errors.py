@@ -83,5 +83,9 @@ class NotJoined(Exception):
     """This rank and the others did not find each other; the message says where it looked."""
 
 
+class Killed(Exception):
+    """A rank ended without a word of its own; the message says how."""
+
+
 class NoStep(Exception):
     """This rank waits for another, or is stuck itself: it cannot tell which."""

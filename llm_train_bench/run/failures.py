@@ -22,8 +22,6 @@ from llm_train_bench.results.schema import Status
 
 LOST = "lost another rank"
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
-# The file in its launcher's directory by which a rank says that it was saved and stopped on request.
-STOPPED_FILE = "stopped"
 # The name of a thread that writes a checkpoint, and the time [s] after which that is given up.
 SAVES, SAVE_S = "saves", 600.0
 # The errors of this process that are in a file, with their tracebacks.
@@ -62,7 +60,7 @@ def classify(error: BaseException) -> Ending:
         return Ending("interrupted", f"interrupted by {str(error) or 'SIGINT'}", INTERRUPTED)
     if isinstance(error, errors.UsageError | ConfigError):
         return Ending("failed", text, 4 if isinstance(error, errors.DoesNotFit) else 2)
-    if isinstance(error, errors.CompileError | errors.NoStep | errors.NotJoined):
+    if isinstance(error, errors.CompileError | errors.Killed | errors.NoStep | errors.NotJoined):
         return Ending("failed", text)
     if is_out_of_memory(error):
         return Ending("oom", f"out of memory: {text}; {OOM_ADVICE}", 3)
@@ -128,26 +126,28 @@ def has_parent() -> bool:
     return os.environ.get(PARENT, str(os.getpid())) != str(os.getpid())
 
 
-def report(error: BaseException, prog: str, ranks: Ranks) -> None:
-    """Print one line, and write the error file that torchrun's agent reads, if there is one.
+def report(error: BaseException, prog: str, ranks: Ranks) -> int:
+    """Print one line, and write the error file that torchrun's agent reads; the exit code.
 
     A traceback comes first if the fault is ours and no error file has it. If the arguments, a
     config or a file are wrong, one rank of each machine reports it for all.
     """
-    _, text, code, ours = classify(error)
+    status, text, code, ours = classify(error)
     trace = "".join(traceback.format_exception(error)) if ours else ""
     shown = bool(trace) and error not in _WRITTEN
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun reads whole seconds; the nanoseconds order the failures.
-        now = time.time_ns()
-        info = {"timestamp": str(now // 10**9), "time_ns": now, "py_callstack": trace or text}
-        message = {"message": text, "extraInfo": info | {"shown": shown}}
+        # By the timestamp, in whole seconds, agents find the rank that failed first. A consequence seems
+        # later than it is, and what holds for all ranks earlier.
+        late_s = 10 if text.startswith((*NO_CAUSE, "interrupted by")) else 0
+        late_s = -10 if code == PREEMPTED else late_s
+        info = {"timestamp": str(int(time.time()) + late_s), "py_callstack": trace or text}
+        info |= {"rank": ranks.rank, "status": status, "text": text, "code": code}
+        message = {"message": text, "extraInfo": info | {"trace": trace if shown else ""}}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}))
-    if has_parent() and code:  # it prints the error
-        return
-    if code in (0, 2) and ranks.local_rank and not isinstance(error, errors.OwnError):
-        return
-    if shown:
-        say(trace.rstrip("\n"))
-    say(f"{prog}: rank {ranks.rank}: {text}" if ranks.world > 1 else f"{prog}: {text}")
+    everywhere = code in (0, 2) and not isinstance(error, errors.OwnError)
+    told = has_parent() and code  # the parent prints it
+    if not told and not (everywhere and ranks.local_rank):
+        who = f"rank {ranks.rank}: " if ranks.world > 1 else ""
+        say(f"{trace if shown else ''}{prog}: {who}{text}")
+    return code

@@ -1,8 +1,4 @@
-"""Ending a rank that hangs in a collective: there it runs no Python, and so no signal handler.
-
-Otherwise a rank that waits on a GPU for a lost peer would be killed by its agent half a minute
-after SIGTERM, or aborted by NCCL's own watchdog. Its result would say nothing.
-"""
+"""Ending a rank that hangs in a collective: there it runs no Python, and so no signal handler."""
 
 import math
 import select
@@ -22,8 +18,8 @@ from llm_train_bench.run.signals import ENDING, Heard, signal_said
 class HangWatch:
     """Calls `end` from a thread if the main thread hangs, with an error and its time (`time.time()`).
 
-    The main thread hangs if a step lasts too long. It also hangs if it does not call `close` soon after
-    a signal, or soon after `broken` reports an error of the collectives. Make this in the main thread.
+    It hangs if a step lasts too long, or if it does not call `close` soon after a signal, or after
+    `broken` reports an error of the collectives. Make this in the main thread.
     """
 
     PATIENCE_S = 3.0  # torchrun's agent kills after 30
@@ -36,7 +32,6 @@ class HangWatch:
         self.end, self.broken = end, broken
         self.save_s = 0.0  # what the first signal leaves the main thread besides, to save
         self.allow(math.inf)
-        self.over = threading.Event()  # the main thread has reacted, or is being ended
         # Python's own C handler tells of a signal at once, whatever the main thread does.
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -48,39 +43,29 @@ class HangWatch:
         self.limit_s = seconds
         self.limit = time.monotonic() + seconds
 
-    def _watch(self) -> None:
-        heard = Heard()
-        with self.receiver:
-            while not self.over.is_set():
-                ready, _, _ = select.select([self.receiver], [], [], 1.0)
-                number = int.from_bytes(self.receiver.recv(1)) if ready else 0
-                if number in ENDING:
-                    save_s = 0.0 if heard.again(number) else self.save_s
-                    error = Interrupted(signal_said(number))
-                    self._end_after(self.PATIENCE_S + save_s, error)
-                elif time.monotonic() > self.limit:
-                    text = f"no step in {self.limit_s:g} s: waits for a rank that is gone"
-                    self._end_after(0.0, NoStep(f"{text}, or is stuck itself"))
-                    break
-                elif why := self.broken():
-                    self._end_after(self.PATIENCE_S, NoStep(f"{LOST}: NCCL reports {why}"))
-                    break
-
-    def _end_after(self, seconds: float, error: BaseException) -> None:
-        """Unless the main thread has reacted by then, end with this error and that thread's stack."""
-        when = time.time()
-
-        def wait() -> None:
-            if not self.over.wait(seconds):
-                self.over.set()
-                frame = sys._current_frames().get(threading.main_thread().ident or 0)
-                error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
-                self.end(error, when)
-
-        threading.Thread(target=wait, daemon=True).start()
-
     def close(self) -> None:
         """The main thread has reacted, or there is nothing more to watch."""
-        self.over.set()
         signal.set_wakeup_fd(self.before)
         self.sender.close()
+
+    def _watch(self) -> None:
+        heard, deadline, error, when = Heard(), math.inf, None, 0.0
+        while error is None or time.monotonic() < deadline:
+            ready, _, _ = select.select([self.receiver], [], [], min(1.0, self.PATIENCE_S))
+            number = int.from_bytes(self.receiver.recv(1)) if ready else -1
+            now, found, wait_s = time.monotonic(), None, self.PATIENCE_S
+            if number == 0:  # closed
+                return
+            if number in ENDING:
+                found = Interrupted(signal_said(number))
+                wait_s += 0.0 if heard.again(number) else self.save_s
+            elif now > self.limit:
+                text = f"no step in {self.limit_s:g} s: waits for a rank that is gone"
+                found, wait_s = NoStep(f"{text}, or is stuck itself"), 0.0
+            elif why := self.broken():
+                found = NoStep(f"{LOST}: NCCL reports {why}")
+            if found and now + wait_s < deadline:
+                deadline, error, when = now + wait_s, found, time.time()
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
+        self.end(error, when)

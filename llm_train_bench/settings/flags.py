@@ -336,7 +336,6 @@ class ParallelFlags:
 
     nproc: Processes to start without a launcher. By default one per GPU, two on a CPU.
     dist_timeout: Seconds after which a rank stops waiting for another (NCCL: a quarter more).
-    max_restarts: Number of times to restart all ranks from the newest checkpoint after one failed.
     bucket_cap_mb: Size of DDP's buckets, in which gradients are reduced [MiB].
     zero1: Shard the optimizer state over the ranks (ZeRO stage 1).
     reshard_after_forward: always: free gathered blocks after forward and gather them again in
@@ -356,7 +355,6 @@ class ParallelFlags:
 
     nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
     dist_timeout: float = flag(600.0, OUTPUT, scripts=SEVERAL, above=0)
-    max_restarts: int = flag(0, OUTPUT, scripts=SEVERAL, at_least=0)
     bucket_cap_mb: float = flag(25.0, SPEED, scripts=(Script.DDP,), above=0)
     zero1: bool = flag(False, SPEED, scripts=(Script.DDP,))
     reshard_after_forward: Literal["always", "never"] = flag(
@@ -449,6 +447,7 @@ REMOVED: dict[str, Any] = {
     "fused_backward": False,
     "grad_compression": "off",
     "lora_base": "auto",
+    "max_restarts": ...,
     "mtp": None,
     "no_fit_check": ...,
     "nsys_ranks": ...,

@@ -1,7 +1,7 @@
 """The plan of a run: what flags, config and world mean together, resolved once. Needs no torch.
 
 Every entrypoint, estimate.py and each cell of a sweep make it in one call. It refuses what does not
-fit together. It judges memory only for --bsz auto.
+fit together. Where a device's memory is known, it notes what may not fit.
 """
 
 import contextlib
@@ -129,6 +129,22 @@ class Plan:
         memory = estimate_memory(work, fused_norm=self.platform != "cpu")
         return memory.peak if self.platform == "cpu" else memory.on_device(work.world)
 
+    def within(self, memory_gib: float) -> "Plan":
+        """This plan on devices of a memory, with a note where the estimate exceeds that of a GPU.
+
+        DoesNotFit where the tokens of a micro batch are more than all memory.
+        """
+        if 8 * self.work.batch.micro_tokens > memory_gib * 2**30:
+            raise DoesNotFit(
+                f"the token ids of a micro batch alone need more than {memory_gib:,.1f} GiB; use a "
+                "smaller --bsz"
+            )
+        if self.platform == "cpu" or (need := self.needs(self.work) / 2**30) <= memory_gib:
+            return self
+        needs = f"this needs an estimated {need:,.1f} GiB, and the GPU has {memory_gib:,.1f}"
+        note = f"memory may not suffice: {needs}; --bsz auto finds the largest batch that fits"
+        return dataclasses.replace(self, notes=(*self.notes, note))
+
     @property
     def optimizer(self) -> OptimizerFlags | None:
         """The optimizer and its schedule; None where a step has none."""
@@ -186,7 +202,8 @@ def make_plan(
     check_dealing(work)
     notes = note_slow_format(args, amp, config, platform)
     args = dataclasses.replace(args, amp=amp)
-    return Plan(script, args, platform, work, schedule, packing, notes)
+    plan = Plan(script, args, platform, work, schedule, packing, notes)
+    return plan if memory_gib is None else plan.within(memory_gib)
 
 
 def check_dealing(work: Work) -> None:
