@@ -86,7 +86,7 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(start, tmp_path):
     r = only_result(tmp_path)
     assert r["device"]["count"] == 2 and r["entrypoint"] == "train_ddp.py"
     files = {p.name for p in next(tmp_path.iterdir()).iterdir()}
-    assert files == {"result.json", "steps.jsonl"}
+    assert files == {"result.json", "run.lock", "steps.jsonl"}
     step = read_steps(tmp_path)[-1]  # whose MFU is that of each of the two devices
     tflops = step["tokens"] / step["step_time_s"] * r["metrics"]["flops_per_token_palm"] / 1e12
     assert f"MFU {tflops / 2 / 0.001:.1%}" in err

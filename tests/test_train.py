@@ -100,7 +100,8 @@ def test_result_is_complete(run):
     assert r["command"][0] == "train.py" and r["schema_version"] == SCHEMA_VERSION
     (path,) = run.glob("*/result.json")
     assert read_result(path).metrics.final_loss == r["metrics"]["final_loss"]
-    assert {p.name for p in path.parent.iterdir()} == {"result.json", "steps.jsonl", "tensorboard"}
+    files = {p.name for p in path.parent.iterdir()}
+    assert files == {"result.json", "run.lock", "steps.jsonl", "tensorboard"}
     assert r["profile"] is None and r["memory"] is None
 
 

@@ -232,14 +232,14 @@ class Saver:
 
     def finish(self, until: float | None = None) -> None:
         """Wait until nothing is being written, or until that time (`time.monotonic()`)."""
-        save, self.saving = self.saving, None
-        if save is None:
+        if self.saving is None:
             return
         try:
-            why = save.result(SAVE_S if until is None else max(0.0, until - time.monotonic()))
+            why = self.saving.result(SAVE_S if until is None else max(0.0, until - time.monotonic()))
         except Exception as error:  # a failed save does not fail the run
             self.given_up = True  # who waits for whom is no longer known
             why = f"{one_line(error) or 'it took too long'}; no more saves are made"
+        self.saving = None  # only now: a second signal may have ended the wait
         if why is None:
             self.last_good = self.step
         else:
