@@ -49,6 +49,7 @@ from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.config import ConfigError, list_layers, parse_config
+from llm_train_bench.results import result_files
 from llm_train_bench.results.console import print_result
 from llm_train_bench.results.figures import matmul_work
 from llm_train_bench.results.schema import Attempt, Result
@@ -105,6 +106,7 @@ def counting_clock():
     used = itertools.cycle([(100.0, 50.0, 2.0, 10.0), (200.0, 90.0, 5.0, 40.0)])
     with (
         mock.patch.multiple(time, **{name: clock(start) for name, start in starts.items()}),
+        mock.patch.object(result_files, "_EPOCH", 1.8e9),
         mock.patch("llm_train_bench.run.window.cpu_seconds", lambda: next(used)),
         mock.patch("os.sched_getaffinity", lambda pid: {0, 1}, create=True),
     ):

@@ -97,12 +97,12 @@ def seconds_alive(pid: int | None = None) -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-_EPOCH = time.time() - time.monotonic()
+_EPOCH = time.time() - time.perf_counter()
 
 
 def wall_clock() -> float:
     """Seconds since 1970; it goes on evenly in this process, whatever sets the system's clock."""
-    return _EPOCH + time.monotonic()
+    return _EPOCH + time.perf_counter()
 
 
 def begin_attempt(first_step: int = 0) -> Attempt:

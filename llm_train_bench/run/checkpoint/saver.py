@@ -235,7 +235,9 @@ class Saver:
         if self.saving is None:
             return
         try:
-            why = self.saving.result(SAVE_S if until is None else max(0.0, until - time.monotonic()))
+            why = self.saving.result(
+                SAVE_S if until is None else max(0.0, until - time.monotonic())
+            )
         except Exception as error:  # a failed save does not fail the run
             self.given_up = True  # who waits for whom is no longer known
             why = f"{one_line(error) or 'it took too long'}; no more saves are made"
