@@ -122,7 +122,7 @@ def build_saver(run: Run, model: Any, optimizer: Optimizer | None) -> "Saver | N
     )  # PyTorch's checkpoints take a second to import
 
     if run.start.checkpoint:
-        saver.load(run, model, optimizer)
+        saver.load(run, model, optimizer, *run.start.checkpoint)
         run.fp8.after_step(model)
     return saver.Saver(run, model, optimizer) if run.plan.args.save_every else None
 

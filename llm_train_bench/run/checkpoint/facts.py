@@ -9,7 +9,7 @@ import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -31,14 +31,6 @@ ALSO_EQUAL = ("n_steps", "warmup_steps", "pad_vocab", "global_bsz")
 LONG = 2**28
 
 
-class DataFile(NamedTuple):
-    """A file of data: size [bytes], time of change [ns since 1970] and CRC-32."""
-
-    size: int
-    changed: int
-    crc32: int
-
-
 class Facts(Strict):
     """facts.json. Tensors are in the other files; model/stored.py names them."""
 
@@ -51,7 +43,8 @@ class Facts(Strict):
     """With the resolved seq_len and global_bsz."""
     model_hash: str
     config: dict[str, Any]
-    data: dict[str, DataFile]
+    data: dict[str, tuple[int, int, int]]
+    """Size [bytes], CRC-32 and time of change [ns since 1970] of each file of data, by its flag."""
     linear: str | None
     """Library of linear layers, with which a resumed run goes on; None if none was chosen."""
     files: dict[str, int]
@@ -140,7 +133,7 @@ def check_same_training(facts: Facts, path: Path, plan: Plan) -> None:
             )
     files = describe_data(plan.args, facts.data)
     for name in sorted(facts.data.keys() | files.keys()):
-        if files.get(name) != facts.data.get(name):
+        if files.get(name, ())[:2] != facts.data.get(name, ())[:2]:
             flag, _, index = name.partition(" ")
             which = "the index of its documents" if index else "the file"
             raise UsageError(
@@ -154,10 +147,10 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
     return vars(plan.args) | {"seq_len": batch.seq_len, "global_bsz": batch.global_batch}
 
 
-def describe_data(flags: Args, known: dict[str, DataFile]) -> dict[str, DataFile]:
-    """Each file of data by its flag, and `FLAG index` for the index of its documents.
+def describe_data(flags: Args, known: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """Facts.data of the files of a run; `FLAG index` is the index of documents beside that flag's file.
 
-    One with the content of a `known` file is that, whenever it was changed.
+    A LONG file of the size and time of change of a `known` one is not read.
     """
     files = {"data": flags.data, "val_data": flags.val_data, "pack_lengths": flags.pack_lengths}
     paths = {name: Path(path) for name, path in files.items() if path}
@@ -166,11 +159,8 @@ def describe_data(flags: Args, known: dict[str, DataFile]) -> dict[str, DataFile
     described = {}
     for name, path in paths.items():
         if path.is_file():
-            size, changed, before = path.stat().st_size, path.stat().st_mtime_ns, known.get(name)
-            if before and size >= LONG and (size, changed) == before[:2]:
-                described[name] = before
-                continue
-            found = DataFile(size, changed, checksum(path))
-            same = before and (size, found.crc32) == (before.size, before.crc32)
-            described[name] = before if before and same else found
+            size, changed = path.stat().st_size, path.stat().st_mtime_ns
+            before = known.get(name, (0, 0, 0))
+            same = size >= LONG and (size, changed) == (before[0], before[2])
+            described[name] = (size, before[1] if same else checksum(path), changed)
     return described

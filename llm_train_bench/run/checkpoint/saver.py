@@ -29,6 +29,7 @@ from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
 from llm_train_bench.run.checkpoint import facts as checkpoints
+from llm_train_bench.run.checkpoint.facts import Facts
 from llm_train_bench.run.checkpoint.parts import (
     UNREADABLE,
     Part,
@@ -58,13 +59,20 @@ def state_parts(model: HasWeights, optimizer: Optimizer) -> dict[str, Part]:
 
 
 def process_parts(run: Run) -> dict[str, Part]:
-    """The loss scale, and what dropout draws from: for this layout, since it differs between ranks."""
-    tensors = {f"{layout(run)}/{run.ranks.rank}/cpu": torch.get_rng_state()}
-    if run.device.type == "cuda":
-        tensors[f"{layout(run)}/{run.ranks.rank}/cuda"] = torch.cuda.get_rng_state(run.device)
-    for name in run.scaler.STATE if run.scaler else ():
-        tensors[f"scaler/{name}"] = getattr(run.scaler, name)
+    """The loss scale, and the states of what dropout draws from, which differ between ranks."""
+    scaler, states = run.scaler, {name: g.get_state() for name, g in generators(run).items()}
+    numbers = {f"scaler/{name}": getattr(scaler, name) for name in scaler.STATE} if scaler else {}
+    tensors = states | numbers
     return {name: Part(*local_shard(tensor), tensor.shape) for name, tensor in tensors.items()}
+
+
+def generators(run: Run) -> dict[str, torch.Generator]:
+    """What dropout draws from, by names that only a rank of the same layout has too."""
+    own = f"{layout(run)}/{run.ranks.rank}"
+    found = {f"{own}/cpu": torch.default_generator}
+    if run.device.type == "cuda":
+        found[f"{own}/cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    return found
 
 
 def layout(run: Run) -> str:
@@ -75,20 +83,17 @@ def layout(run: Run) -> str:
 
 
 @torch.no_grad()
-def load(run: Run, model: HasWeights, optimizer: Optimizer) -> None:
-    """Set all that training changes, in place, from the checkpoint that a run goes on from.
+def load(run: Run, model: HasWeights, optimizer: Optimizer, path: Path, facts: Facts) -> None:
+    """Set all that training changes, in place, from a checkpoint of any layout.
 
     UsageError for a tensor that is missing, left over, or of another shape or order of rows.
     """
-    if run.start.checkpoint is None:
-        return
-    path, facts = run.start.checkpoint
     stored, shares = stored_tensors(path), getattr(optimizer, "shares", {})
     keys = {name.partition("/")[0] for name in stored}
     for weight, parameter in model.weights():
         for key in sorted(keys - {"p"}):
             if (found := stored.get(stored_name(key, weight))) is not None:
-                # Moments have the parameter's format (with --zero1 its share), a number its own.
+                # Moments are as the parameter, or its share with --zero1.
                 number = torch.zeros((), dtype=found.properties.dtype, device=parameter.device)
                 moment = torch.zeros_like(shares.get(parameter, parameter))
                 optimizer.state[parameter].setdefault(key, moment if found.size else number)
@@ -104,10 +109,8 @@ def load(run: Run, model: HasWeights, optimizer: Optimizer) -> None:
     except UNREADABLE as error:
         raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
     if facts.layout == layout(run):
-        torch.set_rng_state(process[f"{layout(run)}/{run.ranks.rank}/cpu"].values)
-        if run.device.type == "cuda":
-            cuda = process[f"{layout(run)}/{run.ranks.rank}/cuda"].values
-            torch.cuda.set_rng_state(cuda, run.device)
+        for name, generator in generators(run).items():
+            generator.set_state(process[name].values)
         return
     torch.manual_seed(hash((run.plan.args.seed, run.ranks.rank, facts.step)) % 2**63)
     if any((run.plan.work.config.residual_dropout, run.plan.work.config.attention_dropout)):
@@ -265,10 +268,8 @@ class Saver:
         (why, *_) = gather(run.ranks, why, self.group)
         if why is None:
             self.writes.append(time.perf_counter() - begin)
-            m, size = (
-                run.result.metrics,
-                sum(part.size_in_bytes for own, _ in shares for part in own),
-            )
+            m, parts = run.result.metrics, [part for own, _ in shares for part in own]
+            size = sum(part.size_in_bytes for part in parts)
             m.n_checkpoints, m.checkpoint_bytes = len(self.writes), size
             m.checkpoint_write_s = statistics.fmean(self.writes)
             m.checkpoint_gb_per_s = size / m.checkpoint_write_s / 1e9
@@ -292,7 +293,7 @@ class Saver:
         os.fsync(run.steps.fileno())
         with contextlib.suppress(OSError):  # moved away since
             self.data = checkpoints.describe_data(run.plan.args, self.data)
-        facts = checkpoints.Facts(
+        facts = Facts(
             run=run.result.run_name,
             step=step,
             layout=layout(run),
