@@ -5,7 +5,6 @@ the same, or one with another script or number of ranks. After each kill, at a r
 on from the newest checkpoint.
 """
 
-import contextlib
 import os
 import random
 import shutil
@@ -13,15 +12,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
-
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from llm_train_bench.results.result_files import read_result
-from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint.facts import checkpoints_at, step_of
 from tests import faults
 from tests.helpers import ROOT, free_port
@@ -219,116 +214,3 @@ def chains(count: int = 40) -> str:
             took = time.monotonic() - begin
             print(f"  chain {number}: {name}, {kind}, {done} kills, {took:.0f} s", flush=True)
     return f"{kills} kills in {count} chains, 0 of them wrong"
-
-
-@contextlib.contextmanager
-def slow_disk(seconds: float) -> Iterator[None]:
-    """What is forked inside writes so slowly; rank 1 is late in each step."""
-
-    def create_stream(self, path, mode, real=FileSystem.create_stream):
-        time.sleep(seconds if mode == "wb" and Path(path).suffix == ".distcp" else 0.0)
-        return real(self, path, mode)
-
-    def rate(*args, real=loop.learning_rate):
-        time.sleep(0.004 * (os.environ.get("RANK") == "1"))
-        return real(*args)
-
-    disk = mock.patch.object(FileSystem, "create_stream", create_stream)
-    with disk, mock.patch.object(loop, "learning_rate", rate):
-        yield
-
-
-def wait_for(condition: Callable[[], object], job: Job, log: Path) -> None:
-    assert wait_until(lambda: condition() or not job.alive(), 120), log.read_text()[-2000:]
-    assert job.alive(), log.read_text()[-2000:]
-
-
-@contextlib.contextmanager
-def running(kind: str, top: Path, *flags: str, slow: float = 0.0, **env: str):
-    """A run "r" in its own directory, ended in any case; on a disk with `slow` seconds a file."""
-    out = Path(tempfile.mkdtemp(dir=top, prefix=kind))
-    argv, log = arguments(out, SETTINGS["dropout"], *flags), out.with_suffix(".log")
-    layout = SETTINGS["dropout"].layouts[0] if kind != "itself" else "train.py 1"
-    with slow_disk(slow):
-        job = Job(kind, layout, argv, log, **env)
-    try:
-        wait_for((out / "r/steps.jsonl").exists, job, log)
-        yield job, out / "r", log, layout, argv
-    finally:
-        job.kill()
-
-
-ENDLESS = ["--save-every", "100000", "--n-steps", "100000"]
-
-
-def check_saved_on_request(request: str, top: Path, early=False) -> None:
-    """A signal saves all ranks at one step, on a disk slower than the agent would wait; 75 says so.
-
-    The request has a kind of start, who is told, and the signal; `early` is before the first step.
-    """
-    kind, who, name = request.split()
-    number = signal.Signals[f"SIG{name}"]
-    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    with running(kind, top, *ENDLESS, slow=4.0, **patience) as (job, run, log, *_):
-        if not early:
-            wait_for(lambda: (run / "steps.jsonl").stat().st_size, job, log)
-        if who == "launchers":
-            job.signal_launchers(number)
-        else:
-            signal_all([job.launchers[0].pid if who == "one" else job.ranks()[1]], number)
-        codes = job.finish(90)
-    assert set(codes) == {75}, (request, codes, log.read_text()[-2000:])
-    r, (checkpoint,) = read_result(run / "result.json"), checkpoints_at(run)
-    assert r.status == "preempted", r.error
-    assert r.error == f"saved at step {step_of(checkpoint)} and stopped by SIG{name}"
-    assert r.attempts[0].ended == f"preempted: {r.error}"
-    assert "Traceback" not in log.read_text()
-
-
-def check_second_signal(kind: str, top: Path) -> None:
-    """It ends the run at once, a second after the first, while a disk stands still."""
-    with running(kind, top, *ENDLESS, slow=50.0) as (job, run, log, *_):
-        wait_for(lambda: (run / "steps.jsonl").stat().st_size, job, log)
-        job.signal_launchers(signal.SIGTERM)
-        wait_for(lambda: list(run.glob("checkpoints/step-*.tmp")), job, log)
-        time.sleep(0.5)
-        job.signal_launchers(signal.SIGTERM)
-        begin = time.monotonic()
-        codes = job.finish(60)
-        took = time.monotonic() - begin
-    r = read_result(run / "result.json")
-    said = took, codes, log.read_text()[-2000:]
-    assert took < 25 and set(codes) == {1 if kind == "torchrun" else 130}, said
-    why = "a second signal" if kind in ("script", "nodes") else "SIGTERM"
-    assert (r.status, r.error) == ("interrupted", f"interrupted by {why}"), r.error
-    assert "Traceback" not in log.read_text() and not checkpoints_at(run)
-
-
-def check_second_run(top: Path) -> None:
-    """The same command while the first still runs is refused, and disturbs nothing."""
-    with running("script", top, "--n-steps", "3000") as (job, run, log, layout, argv):
-        wait_for(lambda: list(run.glob("checkpoints/step-*")), job, log)
-        for kind in ("script", "srun"):
-            assert 2 in Job(kind, layout, argv, top / "other.log").finish(90)
-        why = f"process {job.ranks()[0]} on"
-        assert (top / "other.log").read_text().count(why) >= 2
-        signal_all([job.launchers[0].pid], signal.SIGTERM)
-        assert job.finish() == [75], log.read_text()
-        assert len(read_result(run / "result.json").attempts) == 1
-
-
-def requests(count: int = 0) -> str:
-    """Signals to launchers and ranks, once and twice, on slow disks; a second run of the same name."""
-    early = ("script launchers USR1", "srun launchers USR1", "itself launchers USR1")
-    cases = ("script launchers TERM", "nodes launchers TERM", "nodes one TERM", "srun launchers TERM",
-             "script rank USR1", "nodes rank INT", *early)  # fmt: skip
-    twice = ("script", "nodes", "srun", "itself")
-    with tempfile.TemporaryDirectory(prefix="requests-") as top:
-        for case in cases:
-            check_saved_on_request(case, Path(top), case in early)
-            print(f"  {case}", flush=True)
-        for kind in twice:
-            check_second_signal(kind, Path(top))
-            print(f"  {kind}, twice", flush=True)
-        check_second_run(Path(top))
-    return f"{len(cases) + len(twice)} requests, a second run"

@@ -7,29 +7,26 @@ tests/test_chains.py run short forms; runs of several processes are in tests/cha
 import contextlib
 import errno
 import functools
-import importlib
 import io
 import json
 import os
 import random
-import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-import train_ddp  # noqa: F401 (before the ranks are forked)
-import train_fsdp  # noqa: F401
+import train
 from llm_train_bench.model.weights import Shard
-from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks
+from llm_train_bench.parallel.ranks import ALONE
 from llm_train_bench.results.result_files import read_result
-from llm_train_bench.run.checkpoint import facts, saver  # noqa: F401 (before the ranks are forked)
+from llm_train_bench.run.checkpoint import facts, saver  # noqa: F401 (before a run is forked)
 from llm_train_bench.run.checkpoint.facts import checkpoints_at, newest_good, step_of
 from llm_train_bench.run.checkpoint.parts import Part, read_parts, stored_tensors
 from llm_train_bench.run.launch import train_planned
@@ -103,119 +100,70 @@ def arguments(out: Path, name: str, *more: str, config: Path = CONFIG) -> list[s
     return [str(config), *FLAGS, *flags, "--output-dir", str(out), "--run-name", name, *more]
 
 
-def run_here(argv: list[str], script: str = "train.py", ranks: Ranks = ALONE) -> None:
-    """One rank in this process, quietly."""
-    train = importlib.import_module(script.removesuffix(".py")).train
+def run_here(argv: list[str]) -> None:
+    """A run in this process, quietly."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        train_planned(train, argv, script, ranks)
+        train_planned(train.train, argv, "train.py", ALONE)
 
 
-def fork(argv: list[str], script="train.py", world=1, inside=contextlib.nullcontext) -> bool:
-    """Forked ranks of a run, in a context; whether all ended well."""
-    children = []
-    with tempfile.TemporaryDirectory() as meeting:
-        for rank in range(world):
-            if child := os.fork():
-                children.append(child)
-                continue
-            try:
-                torch.set_num_threads(1)  # OpenMP's other threads were not forked
-                if world > 1:
-                    names = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-                    os.environ |= names | {"GLOO_SOCKET_IFNAME": "lo", MEETING: meeting}
-                with inside():
-                    run_here(argv, script, Ranks(rank, world, rank))
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        codes = [os.waitpid(child, 0)[1] for child in children]
-    return not any(codes)
+def fork(argv: list[str]) -> bool:
+    """A run in a fork; whether it ended well."""
+    if child := os.fork():
+        return not os.waitpid(child, 0)[1]
+    try:
+        torch.set_num_threads(1)  # OpenMP's other threads were not forked
+        run_here(argv)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
-class Calls:
-    """Inside `watched`, the calls of a process that change files; the n-th ends it, or raises.
+class Killer:
+    """An audit hook of Python: it ends this process before the n-th call that changes files of a run."""
 
-    A write stops halfway. `budget` is the bytes that fit on the disk.
-    """
+    def __init__(self):
+        self.run, self.at, self.calls = "", -1, []
 
-    def __init__(self, at: int = -1, budget: float = float("inf")):
-        self.at, self.budget, self.names = at, budget, []
+    def __call__(self, event: str, args: tuple) -> None:
+        changes = event in ("os.rename", "os.mkdir", "os.remove", "os.truncate", "shutil.rmtree")
+        changes |= event == "open" and bool(args[2] & (os.O_WRONLY | os.O_RDWR))
+        if self.run and changes and str(args[0]).startswith(self.run):
+            self.calls.append(f"{event} {Path(args[0]).name}")
+            if len(self.calls) == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    def before(self, name: str, halfway: Callable[[], object] = lambda: None) -> None:
-        self.names.append(name)
-        if len(self.names) - 1 == self.at:
-            halfway()
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    def use(self, size: int) -> None:
-        self.budget -= size
-        if self.budget < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        calls, create = self, FileSystem.create_stream
-
-        @contextlib.contextmanager
-        def create_stream(fs, path, mode):
-            with create(fs, path, mode) as stream:
-                if mode == "wb":
-                    real, dies = stream.write, len(calls.names) == calls.at
-
-                    def write(data):
-                        calls.use(len(data))
-                        if dies:
-                            real(data[: len(data) // 2])
-                            stream.flush()
-                            os.kill(os.getpid(), signal.SIGKILL)
-                        return real(data)
-
-                    calls.names.append(f"write {Path(path).name}")
-                    stream = mock.Mock(wraps=stream, write=write)
-                yield stream
-
-        def counted(name, real):
-            @functools.wraps(real)
-            def call(first, *args, **more):
-                tear = lambda: real(first, args[0][: len(args[0]) // 2])  # noqa: E731
-                calls.before(name, tear if name == "write_text" else lambda: None)
-                if name == "write_text":
-                    calls.use(len(args[0]))
-                return real(first, *args, **more)
-
-            return call
-
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(FileSystem, "create_stream", create_stream))
-            places = ((Path, "rename replace mkdir write_text"), (os, "fsync"), (shutil, "rmtree"))
-            for place, names in places:
-                for name in names.split():
-                    function = counted(name, getattr(place, name))
-                    stack.enter_context(mock.patch.object(place, name, function))
-            yield
+@functools.cache
+def killer() -> Killer:
+    """The one of this process, and of its forks: no hook can be taken away."""
+    hook = Killer()
+    sys.addaudithook(hook)
+    return hook
 
 
 def calls(every: int = 1) -> str:
-    """Kill a run at every call that changes a file; it goes on, and ends as if nothing had been."""
+    """Kill a run at every write and rename, and tear what it wrote: it goes on as if nothing had been."""
     with tempfile.TemporaryDirectory() as top:
-        out, probe = Path(top), Calls()
+        out, hook = Path(top), killer()
         run_here(arguments(out, "warm"))
-        with probe.watched():
+        with mock.patch.multiple(hook, run=str(out / "reference"), calls=[]):
             run_here(arguments(out, "reference"))
-        killed = range(0, len(probe.names), every)
+            names = hook.calls
+        assert {"os.rename step-00000010.tmp", "open __0_0.distcp", "open facts.json"} <= {*names}
+        killed = range(1, len(names) + 1, every)
         for at in killed:
-            name, run = f"r{at}", out / f"r{at}"
-            assert not fork(arguments(out, name), inside=Calls(at).watched), probe.names[at]
+            run, why = out / f"r{at}", names[at - 1]
+            with mock.patch.multiple(hook, run=str(run), at=at, calls=[]):
+                assert not fork(arguments(out, run.name)), why
+            for path in run.glob("checkpoints/*.tmp/*"):
+                os.truncate(path, path.stat().st_size // 2)
             saved = [step_of(path) for path in checkpoints_at(run)]
-            assert fork(arguments(out, name)), probe.names[at]
+            assert fork(arguments(out, run.name)), why
             first = read_result(run / "result.json").first_step
-            assert first == max(saved, default=0), (first, saved, probe.names[at])
+            assert first == max(saved, default=0), (first, saved, why)
             check_like(out / "reference", run)
-        assert {"rename", "write __0_0.distcp", "write .metadata.tmp", "write_text"} <= {
-            *probe.names
-        }
-    return f"{len(killed)} kills at {len(probe.names)} calls"
+    return f"{len(killed)} kills at {len(names)} calls"
 
 
 def disks(count: int = 0) -> str:
@@ -225,8 +173,21 @@ def disks(count: int = 0) -> str:
         run_here(arguments(out, "reference"))
         size = sum(path.stat().st_size for path in last_of(out / "reference").iterdir())
         for i, budget in enumerate((0.0, 0.5, 1.5)):
+            left = [budget * size]
+
+            @contextlib.contextmanager
+            def create_stream(fs, path, mode, real=FileSystem.create_stream, left=left):
+                def write(data):
+                    left[0] -= len(data)
+                    if left[0] < 0:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    return stream.write(data)
+
+                with real(fs, path, mode) as stream:
+                    yield mock.Mock(wraps=stream, write=write) if mode == "wb" else stream
+
             run = out / f"r{i}"
-            with Calls(budget=budget * size).watched():
+            with mock.patch.object(FileSystem, "create_stream", create_stream):
                 run_here(arguments(out, run.name))
             r = read_result(run / "result.json")
             assert r.status == "ok" and not [*run.glob("checkpoints/*.tmp")]
@@ -267,7 +228,7 @@ def main() -> None:
     """Run the parts that PART names, COUNT times each where it has a number."""
     from tests import chains
 
-    parts = PARTS | {"chains": chains.chains, "requests": chains.requests}
+    parts = PARTS | {"chains": chains.chains}
     count = os.environ.get("COUNT")
     for name in (os.environ.get("PART") or " ".join(parts)).split():
         start = time.monotonic()
