@@ -42,6 +42,11 @@ class Start:
         return vars(self) | {"lock": None}
 
     @property
+    def place(self) -> Path:
+        """Where it saves."""
+        return self.directory / "checkpoints"
+
+    @property
     def first_step(self) -> int:
         """The first step that this attempt does."""
         return self.checkpoint[1].step if self.checkpoint else 0
@@ -59,12 +64,12 @@ class Start:
         """
         self.take_lock()
         shutil.rmtree(self.directory / "errors", ignore_errors=True)
-        for path in self.directory.glob("checkpoints/step-*.tmp"):
+        for path in self.place.glob("step-*.tmp"):
             shutil.rmtree(path)
-        for path in checkpoints.checkpoints_at(self.directory):
+        for path in checkpoints.checkpoints_at(self.place):
             if checkpoints.step_of(path) > self.first_step:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-        checkpoints.remove_older(self.directory)
+        checkpoints.remove_older(self.place)
 
     def close(self) -> None:
         """Let others write in the directory."""
@@ -115,7 +120,7 @@ def _find_start(plan: Plan) -> Start:
                 f"{start.directory}: is no directory of a run; choose another --run-name"
             )
         start.take_lock()
-    source = start.directory if flags.resume == "auto" else flags.resume and Path(flags.resume)
+    source = start.place if flags.resume == "auto" else flags.resume and Path(flags.resume)
     found = checkpoints.checkpoints_at(source) if source else []
     start.checkpoint = checkpoints.newest_good(found, start.notes)
     if start.checkpoint:

@@ -93,9 +93,9 @@ def checkpoints_at(path: Path) -> list[Path]:
     return sorted((p for p in found if step_of(p) >= 0), key=step_of)
 
 
-def remove_older(run: Path) -> None:
-    """Remove the checkpoints of a run, except the newest ones."""
-    for path in checkpoints_at(run)[:-KEPT]:
+def remove_older(place: Path) -> None:
+    """Remove the checkpoints in a directory, except the newest ones."""
+    for path in checkpoints_at(place)[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -137,7 +137,7 @@ class Saver:
 
     def __init__(self, run: Run, model: HasWeights, optimizer: Optimizer):
         self.run, self.model, self.optimizer = run, model, optimizer
-        self.directory = run.directory / "checkpoints"
+        self.directory = run.start.place
         self.wish = Wish()
         self.thread = concurrent.futures.ThreadPoolExecutor(1, SAVES)
         self.saving: concurrent.futures.Future[str | None] | None = None
@@ -306,4 +306,4 @@ class Saver:
         )
         facts.files[".metadata"] = files.checksum(path / ".metadata")
         checkpoints.commit(facts, path)
-        checkpoints.remove_older(run.directory)
+        checkpoints.remove_older(self.directory)
