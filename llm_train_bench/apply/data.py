@@ -5,6 +5,7 @@ a run that continues at step k asks for the samples of step k.
 """
 
 import itertools
+import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -188,6 +189,12 @@ def repeating_last(items: Iterator) -> Iterator:
     yield from itertools.repeat(last)
 
 
+def _ignore_signals(worker: int) -> None:
+    """A data worker ends with its rank, which may go on for a save after a signal to all of them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def batches(
     source: Source, plan: range, device: torch.device, n_workers: int = 0
 ) -> Iterator[MicroBatch]:
@@ -200,6 +207,7 @@ def batches(
     if n_workers and isinstance(source, FileTokens):
         options = {"batch_size": None, "sampler": plan, "pin_memory": pin}
         options |= {"num_workers": n_workers, "timeout": WORKER_TIMEOUT_S}
+        options |= {"worker_init_fn": _ignore_signals}
         # With a separate generator dropout draws the same numbers.
         rows = _loaded(DataLoader(source, generator=torch.Generator(), **options))
     step, weight = range(0), 1.0

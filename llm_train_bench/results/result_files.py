@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any, cast
 from pydantic import ConfigDict
 
 from llm_train_bench.base.errors import printable_data
-from llm_train_bench.base.files import shown_word
+from llm_train_bench.base.files import shown_word, write_whole
 from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.results.schema import Attempt, Result, Status, Writer
 
@@ -29,7 +30,7 @@ class ResultFile:
     """`result.json`: reserves space at once, given `n_steps`; a write replaces the whole file."""
 
     def __init__(self, directory: Path, n_steps: int | None):
-        self.path = directory / "result.json"
+        self.path, self.opened = directory / "result.json", directory.stat()
         self.spare = directory / ".result.json.reserved"
         self.size = 0
         if n_steps is not None:
@@ -37,6 +38,8 @@ class ResultFile:
             self._fill(bytes(self.size))
 
     def _fill(self, content: bytes) -> None:
+        if not os.path.samestat(self.path.parent.stat(), self.opened):  # another run has the name
+            raise FileNotFoundError(errno.ENOENT, "was moved", str(self.path))
         with self.spare.open("r+b" if self.spare.exists() else "wb") as f:
             f.write(content)
             f.truncate()
@@ -245,15 +248,10 @@ class StepsFile:
     """
 
     def __init__(self, path: Path, first_step: int = 0):
-        self.file = path.open("a+", encoding="utf-8")
-        self.file.seek(0)
-        kept = 0
-        for step in read_steps(path):
-            if step["step"] >= first_step:
-                break
-            self.file.readline()
-            kept = self.file.tell()
-        self.file.truncate(kept)
+        kept = [step for step in read_steps(path) if step["step"] < first_step]
+        # A new file: the old one may be a copy's too, by a link.
+        write_whole(path, "".join(f"{json.dumps(step)}\n" for step in kept))
+        self.file = path.open("a", encoding="utf-8")
 
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:

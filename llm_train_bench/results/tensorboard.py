@@ -43,7 +43,11 @@ class TensorBoardFile:
         # The caller writes: a writing thread would take time from the loop at any moment, and could
         # not report a full disk.
         directory.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
+        # TensorBoard reads the files by their names, also where a clock was set back.
+        before = [
+            int(path.name.split(".")[3]) + 1 for path in directory.glob("events.out.tfevents.*")
+        ]
+        name = f"events.out.tfevents.{max([int(time.time()), *before]):010d}.{platform.node()}.{os.getpid()}"
         self.file = (directory / name).open("wb")
         self.records = RecordWriter(self.file)
         self._add(file_version="brain.Event:2")

@@ -111,7 +111,7 @@ class RunRecord:
             if not existed:
                 shutil.rmtree(self.directory, ignore_errors=True)
             raise UsageError(
-                f"--output-dir {self.output.output_dir}: cannot be written: {error.strerror}; "
+                f"--output-dir {self.output.output_dir}: cannot be written: {error.strerror or error}; "
                 "choose another"
             ) from None
         self.tracked = [WandbRun(self.result, self.directory)] if self.output.track else []

@@ -1,8 +1,7 @@
 """Where a run starts: its directory with the attempts in it, and the checkpoint that it goes on from."""
 
-import contextlib
 import dataclasses
-import fcntl
+import math
 import shutil
 import time
 import uuid
@@ -74,8 +73,6 @@ class Start:
     def close(self) -> None:
         """Let others write in the directory."""
         if self.lock:
-            with contextlib.suppress(OSError):  # there are no locks
-                fcntl.flock(self.lock, fcntl.LOCK_UN)  # a forked process may have the file too
             self.lock.close()
 
 
@@ -88,6 +85,10 @@ def check_initial(config: ModelConfig, directory: str | None) -> Pretrained | No
         return check_pretrained(config, directory)
     from llm_train_bench.run.checkpoint.parts import check_checkpoint  # takes a second to import
 
+    try:
+        checkpoints.read_facts(Path(directory))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--init-from {directory}: {checkpoints.reason(error)}") from None
     return check_checkpoint(config, Path(directory))
 
 
@@ -131,22 +132,34 @@ def _find_start(plan: Plan) -> Start:
     elif flags.resume:
         start.notes.append(f"no checkpoint of {name}; starts from step 0")
     if goes_on:
-        start.finished = _read_attempts(start) == "ok" and start.first_step >= plan.schedule.total
+        _read_attempts(start, plan.schedule.window_end)
     start.attempts.append(begin_attempt(start.first_step))
     return start
 
 
-def _read_attempts(start: Start) -> str | None:
-    """Add the attempts before this one; the status of the last. A copy is a run of its own."""
+def _read_attempts(start: Start, n_steps: int) -> None:
+    """Add the attempts before this one, and whether they have done all steps.
+
+    What was done from the first step of this one on is lost. A copy is a run of its own.
+    """
+    steps = read_steps(start.directory / "steps.jsonl")
     try:
         before = read_result(start.directory / "result.json")
-    except (OSError, ValueError):
-        return None
-    steps = read_steps(start.directory / "steps.jsonl")
-    start.attempts, last = before.attempts, before.attempts[-1]
-    last.lost_s += sum(step["step_time_s"] for step in steps if step["step"] >= start.first_step)
-    last.ended = last.ended or "killed"
-    last.end = last.end or max((step["at"] for step in steps), default=last.opened)
+    except (OSError, ValueError) as error:
+        if steps:
+            start.notes.append(f"earlier attempts are unknown: {checkpoints.reason(error)}")
+        return
+    start.attempts = before.attempts
+    nexts = [*(attempt.opened for attempt in start.attempts[1:]), math.inf]
+    for attempt, until in zip(start.attempts, nexts, strict=True):
+        own = [step for step in steps if attempt.opened <= step["at"] < until]
+        lost = (step["step_time_s"] for step in own if step["step"] >= start.first_step)
+        attempt.lost_s += sum(lost)
+        attempt.ended = attempt.ended or "killed"
+        attempt.end = attempt.end or max((step["at"] for step in own), default=attempt.opened)
+    kept = [step["step"] for step in steps if step["step"] < start.first_step]
+    if kept != [*range(start.attempts[0].first_step, start.first_step)]:
+        start.notes.append(f"steps.jsonl lacks steps before step {start.first_step}")
+    start.finished = before.status == "ok" and bool(steps) and steps[-1]["step"] + 1 >= n_steps
     if before.run_name == start.directory.name:
         start.run_id = before.run_id
-    return before.status

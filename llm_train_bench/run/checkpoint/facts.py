@@ -73,6 +73,8 @@ def read_facts(directory: Path) -> Facts:
         facts = Facts.model_validate(content["facts"])
     except ValidationError as error:
         raise ValueError(f"{FACTS} is of another version: {first_problem(error)}") from None
+    if step_of(directory) not in (-1, facts.step):
+        raise ValueError(f"it is of step {facts.step}")
     for name, crc in facts.files.items():
         if checksum(plain_file(directory / Path(name).name)) != crc:
             raise ValueError(f"{name} is not what was written")

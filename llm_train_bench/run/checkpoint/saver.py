@@ -147,7 +147,10 @@ class Saver:
         self.plan: Any = None  # what this rank writes, once there was a save
         self.last_good = run.start.first_step or None
         self.failed: str | None = None
-        self.data = run.start.checkpoint[1].data if run.start.checkpoint else {}
+        known = run.start.checkpoint[1].data if run.start.checkpoint else {}
+        if run.ranks.main:  # of the files as they are now: others may get their names in a run
+            self.data = self.thread.submit(checkpoints.describe_data, run.plan.args, known)
+        self.opened = run.directory.stat()
         self.stalls: list[float] = []
         self.writes: list[float] = []
         self.group: dist.ProcessGroup | None = None
@@ -280,7 +283,10 @@ class Saver:
         if not all(part.values.isfinite().all() for part in self.planner.state_dict.values()):
             raise ValueError("a number in it is not finite")
         path = Path(writer.path)
-        path.mkdir(parents=True, exist_ok=True)
+        if not os.path.samestat(self.run.directory.stat(), self.opened):
+            raise ValueError("the directory of the run was moved")
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir(exist_ok=True)
         parts = writer.write_data(self.plan, self.planner).wait()
         names = {part.storage_data.relative_path for part in parts}
         return parts, {name: files.checksum(path / name) for name in names}
@@ -291,8 +297,6 @@ class Saver:
         writer.finish(self.metadata, [parts for parts, _ in shares])
         files.sync_to_disk(path / ".metadata")
         os.fsync(run.steps.fileno())
-        with contextlib.suppress(OSError):  # moved away since
-            self.data = checkpoints.describe_data(run.plan.args, self.data)
         facts = Facts(
             run=run.result.run_name,
             step=step,
@@ -300,7 +304,7 @@ class Saver:
             args=checkpoints.resolved_flags(run.plan),
             model_hash=config.hash,
             config=config.raw,
-            data=self.data,
+            data=self.data.result(),
             linear=run.result.linear,
             files=dict(collections.ChainMap(*(sums for _, sums in shares))),
         )
