@@ -151,6 +151,7 @@ def test_a_save_that_hangs_fails_no_run(tmp_path, monkeypatch):
     assert noted(result(tmp_path), why) and steps_in(tmp_path / "r") == []
     monkeypatch.undo()
     time.sleep(0.2)
+    (tmp_path / "r/result.json").unlink()  # or the run would be finished
     assert train(tmp_path, *AUTO) == 0
     assert steps_in(tmp_path / "r") == ["15", "20"]
 
@@ -264,6 +265,67 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(tmp_path):
     assert noted(r, "step-00000010 is left out: __0_0.distcp is not what was written")
     assert len(list((tmp_path / "r/checkpoints").glob("damaged-step-00000010-*"))) == 1
     assert steps_in(tmp_path / "r") == ["15", "20"]
+
+
+@pytest.mark.parametrize("where", ["moved", "gone"])
+def test_a_run_whose_directory_is_moved_writes_into_no_other(where, tmp_path):
+    """Another run may have its name by then."""
+    run, other = tmp_path / "r", tmp_path / "s"
+
+    def rate(number, *args, real=learning_rate):
+        if number == 7:
+            run.rename(other)
+            if where == "moved":
+                assert train(tmp_path, *NAMED, "--seed", "5") == 0
+                states.append(read_facts(faults.last_of(run)).args["seed"])
+        return real(number, *args)
+
+    states: list[int] = []
+    with mock.patch.object(loop, "learning_rate", rate):
+        assert run_train(faults.CONFIG, *FLAGS, "--output-dir", tmp_path, *NAMED) == 1
+    assert steps_in(other) in ([], ["05"]) and run.exists() == (where == "moved")
+    if where == "moved":
+        assert states == [5] == [read_facts(faults.last_of(run)).args["seed"]]
+        assert result(tmp_path)["status"] == "ok" and result(tmp_path)["args"]["seed"] == 5
+
+
+def test_data_that_are_replaced_during_a_run_are_others(tmp_path, capsys):
+    """It goes on with the file that it has opened."""
+    data = tmp_path / "x.bin"
+    write_tokens(data, [np.arange(4000) % 32], 32)
+
+    def rate(number, *args, real=learning_rate):
+        if number == 7:
+            write_tokens(tmp_path / "y.bin", [np.arange(4000) % 31], 32)
+            (tmp_path / "y.bin").rename(data)
+        if number == 12:
+            raise RuntimeError("this run was to die")
+        return real(number, *args)
+
+    flags = [*FLAGS, "--output-dir", tmp_path, *AUTO, "--data", data]
+    with mock.patch.object(loop, "learning_rate", rate):
+        assert run_train(faults.CONFIG, *flags) == 1
+    assert steps_in(tmp_path / "r") == ["05", "10"]
+    assert run_train(faults.CONFIG, *flags) == 2
+    assert "--data: the file is not the one that" in capsys.readouterr().err
+
+
+def test_what_others_did_to_a_run_is_said(saved, tmp_path, capsys):
+    """A checkpoint under another number, lines that are missing, a damaged one as a start."""
+    run = tmp_path / "r"
+    shutil.copytree(saved, run)
+    (run / "checkpoints/step-00000020").rename(run / "checkpoints/step-00000030")
+    lines = (run / "steps.jsonl").read_text().splitlines(keepends=True)
+    (run / "steps.jsonl").write_text("".join(lines[:4] + lines[5:]))
+    (run / "result.json").write_text("{")
+    assert train(tmp_path, *AUTO) == 0
+    for note in ("step-00000030 is left out: it is of step 20", "earlier attempts are unknown"):
+        assert noted(result(tmp_path), note)
+    assert first_steps(tmp_path) == [15] and noted(result(tmp_path), "steps.jsonl lacks steps")
+    (data,) = faults.last_of(run).glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-99] + b"?" * 99)
+    assert train(tmp_path, "--init-from", data.parent, "--run-name", "s") == 2
+    assert "__0_0.distcp is not what was written" in capsys.readouterr().err
 
 
 def test_what_is_committed_is_synchronised_first(tmp_path, monkeypatch):

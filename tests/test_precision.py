@@ -343,7 +343,7 @@ def test_te_starts_from_weights_of_plain_runs_and_these_from_its_own(te_in_place
         tmp_path,
     ]
     assert helpers.run_train(*argv, *flags, "--n-steps", "4") == 2
-    assert ", rows in " in capsys.readouterr().err
+    assert "use --init-from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])

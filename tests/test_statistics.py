@@ -13,7 +13,7 @@ from llm_train_bench.compare.setting import ratio_interval, settle
 from llm_train_bench.formulas import time_statistics as ts
 from llm_train_bench.results.figures import RankTimes, fill_rank_metrics
 from llm_train_bench.results.remarks import _disturbances, _not_steady, drift_remark
-from llm_train_bench.results.schema import DeviceUse, Metrics, Result
+from llm_train_bench.results.schema import Attempt, DeviceUse, Metrics, Result
 
 
 def test_against_numpy_and_by_hand():
@@ -157,6 +157,7 @@ def rank_times(rank, seconds, probe, **window):
 def filled(ranks, compiled, **metrics):
     """A result of such ranks."""
     result = Result.model_construct(
+        attempts=[Attempt()],
         metrics=Metrics(**metrics), remarks=[], args={"pt_compile": compiled},
         device=types.SimpleNamespace(type="cuda"), status="ok", profile=None, entrypoint="train.py",
         loss_known=False, fp8=None,

@@ -44,10 +44,9 @@ class TensorBoardFile:
         # not report a full disk.
         directory.mkdir(exist_ok=True)
         # TensorBoard reads the files by their names, also where a clock was set back.
-        before = [
-            int(path.name.split(".")[3]) + 1 for path in directory.glob("events.out.tfevents.*")
-        ]
-        name = f"events.out.tfevents.{max([int(time.time()), *before]):010d}.{platform.node()}.{os.getpid()}"
+        before = [int(path.name.split(".")[3]) for path in directory.glob("events.out.tfevents.*")]
+        number = max(int(time.time()), max(before, default=0) + 1)
+        name = f"events.out.tfevents.{number:010d}.{platform.node()}.{os.getpid()}"
         self.file = (directory / name).open("wb")
         self.records = RecordWriter(self.file)
         self._add(file_version="brain.Event:2")

@@ -143,6 +143,9 @@ def _read_attempts(start: Start, n_steps: int) -> None:
     What was done from the first step of this one on is lost. A copy is a run of its own.
     """
     steps = read_steps(start.directory / "steps.jsonl")
+    kept = [step["step"] for step in steps if step["step"] < start.first_step]
+    if kept != [*range(kept[0] if kept else 0, start.first_step)]:
+        start.notes.append(f"steps.jsonl lacks steps before step {start.first_step}")
     try:
         before = read_result(start.directory / "result.json")
     except (OSError, ValueError) as error:
@@ -157,9 +160,6 @@ def _read_attempts(start: Start, n_steps: int) -> None:
         attempt.lost_s += sum(lost)
         attempt.ended = attempt.ended or "killed"
         attempt.end = attempt.end or max((step["at"] for step in own), default=attempt.opened)
-    kept = [step["step"] for step in steps if step["step"] < start.first_step]
-    if kept != [*range(start.attempts[0].first_step, start.first_step)]:
-        start.notes.append(f"steps.jsonl lacks steps before step {start.first_step}")
     start.finished = before.status == "ok" and bool(steps) and steps[-1]["step"] + 1 >= n_steps
     if before.run_name == start.directory.name:
         start.run_id = before.run_id
