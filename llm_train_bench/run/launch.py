@@ -85,7 +85,9 @@ def start_ranks(argv: Sequence[str], script: str) -> int:
     """Start the script once per device through torchrun's own agent, and wait for all."""
     from llm_train_bench.run import agent
 
-    start.refuse_wishes()
+    signal.signal(signal.SIGUSR1, end_at_first)  # until the agent passes it on
+    if number := start.early_wish():
+        raise Interrupted(signal.Signals(number).name)
     args = parse_args(argv, Path(script).name)
     cuda = args.device != "cpu" and torch.cuda.is_available()
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)
