@@ -205,6 +205,9 @@ def test_a_finished_run_keeps_its_result(tmp_path, capsys):
     assert "the run is finished; its result.json stays as it is" in capsys.readouterr().err
     del before[tmp_path / "r/run.lock"]
     assert before == {path: path.stat().st_mtime_ns for path in before}
+    shutil.rmtree(tmp_path / "r/checkpoints")
+    assert train(tmp_path, *AUTO) == 2
+    assert "holds a finished run without checkpoints" in capsys.readouterr().err
 
 
 def test_a_restart_without_auto_leaves_another_run_alone(tmp_path, monkeypatch, capsys):

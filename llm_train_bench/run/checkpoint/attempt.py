@@ -133,6 +133,10 @@ def _find_start(plan: Plan) -> Start:
         start.notes.append(f"no checkpoint of {name}; starts from step 0")
     if goes_on:
         _read_attempts(start, plan.schedule.window_end)
+    if start.finished and not start.checkpoint:  # of what training, nothing tells
+        raise UsageError(
+            f"{start.directory}: holds a finished run without checkpoints; choose another --run-name"
+        )
     start.attempts.append(begin_attempt(start.first_step))
     return start
 
