@@ -287,6 +287,9 @@ class Saver:
             raise ValueError("the directory of the run was moved")
         path.parent.mkdir(exist_ok=True)
         path.mkdir(exist_ok=True)
+        torch.serialization.set_crc32_options(
+            False
+        )  # facts.json has the checksum of the whole file
         parts = writer.write_data(self.plan, self.planner).wait()
         names = {part.storage_data.relative_path for part in parts}
         return parts, {name: files.checksum(path / name) for name in names}
