@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from llm_train_bench.base.errors import NotJoined, UsageError
+from llm_train_bench.base.errors import Finished, NotJoined, UsageError
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.machine import n_cores, output_of
 from llm_train_bench.measure.device import is_out_of_memory
@@ -212,18 +212,19 @@ def broadcast(ranks: Ranks, value: Any) -> Any:
 
 
 def on_main(ranks: Ranks, function: Callable[[], Any]) -> Any:
-    """What the function returns on rank 0, on every rank, and so the UsageError of what it cannot use."""
+    """What the function returns on rank 0, on every rank; so its UsageError or Finished."""
     value = problem = None
     if ranks.main:
         try:
             value = function()
         except OSError as error:
-            problem = f"{error.filename or 'a file'}: cannot be used: {error.strerror}"
-        except UsageError as error:
-            problem = str(error)
+            why = f"{error.filename or 'a file'}: cannot be used: {error.strerror}"
+            problem = UsageError(why)
+        except (UsageError, Finished) as error:
+            problem = error
     value, problem = broadcast(ranks, (value, problem))
     if problem:
-        raise UsageError(problem)
+        raise problem
     return value
 
 

@@ -108,11 +108,12 @@ def wall_clock() -> float:
     return _EPOCH + time.perf_counter()
 
 
-def begin_attempt(first_step: int = 0) -> Attempt:
+def begin_attempt(first_step: int = 0, lost_s: float = 0.0) -> Attempt:
     """The attempt that this process is; it starts with the launcher, unless that starts it again."""
     launched = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
     alive = seconds_alive(os.getppid() if launched else None) or 0.0
-    return Attempt(first_step=first_step, start=wall_clock() - alive, opened=wall_clock())
+    opened = wall_clock()
+    return Attempt(first_step=first_step, start=opened - alive, opened=opened, lost_s=lost_s)
 
 
 def is_alive(writer: Writer) -> bool | None:

@@ -158,7 +158,7 @@ class Attempt(Strict):
     ended: str | None = None
     """What ended it: its status, and its error."""
     lost_s: float = 0.0
-    """Time of its steps that a later attempt did again."""
+    """Time of steps of earlier attempts that it did again."""
 
 
 Status = Literal["running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"]

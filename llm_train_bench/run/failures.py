@@ -22,8 +22,8 @@ from llm_train_bench.results.schema import Status
 
 LOST = "lost another rank"
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
-# The name of a thread that writes a checkpoint, and the time [s] after which that is given up.
-SAVES, SAVE_S = "saves", 600.0
+# The time [s] after which writing a checkpoint is given up.
+SAVE_S = 600.0
 # The errors of this process that are in a file, with their tracebacks.
 _WRITTEN: list[BaseException] = []
 # Beginnings of messages about a consequence: something went wrong elsewhere first.

@@ -141,7 +141,8 @@ class Run(RunRecord):
         if self.hang:
             self.hang.close()
         super().__exit__(kind, error, trace)
-        self.start.close()
+        if self.start.lock:
+            self.start.lock.close()
 
     def _end_hanging(self, error: BaseException, when: float) -> None:
         """In another thread: the main one waits for a rank that will not come."""

@@ -1,7 +1,6 @@
 """Where a run starts: its directory with the attempts in it, and the checkpoint that it goes on from."""
 
 import dataclasses
-import math
 import shutil
 import time
 import uuid
@@ -15,7 +14,7 @@ from llm_train_bench.model.hf import Pretrained, check_pretrained
 from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main
 from llm_train_bench.results.result_files import begin_attempt, read_result, read_steps
 from llm_train_bench.results.schema import Attempt
-from llm_train_bench.run.checkpoint import facts as checkpoints
+from llm_train_bench.run.checkpoint import facts
 from llm_train_bench.run.provenance import default_name
 from llm_train_bench.settings.plan import Plan
 
@@ -27,13 +26,13 @@ class Start:
     """Where a run starts: its directory, its attempts, of which it is the last, and its checkpoint."""
 
     directory: Path
+    training: dict[str, str]
+    """What must stay the same from attempt to attempt (facts.training_of); known to rank 0."""
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     attempts: list[Attempt] = dataclasses.field(default_factory=list)
-    checkpoint: tuple[Path, checkpoints.Facts] | None = None
+    checkpoint: tuple[Path, facts.Facts] | None = None
     """None where it starts at step 0."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    finished: bool = False
-    """The directory has the result of all steps."""
     lock: TextIO | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,7 +40,7 @@ class Start:
         return vars(self) | {"lock": None}
 
     @property
-    def place(self) -> Path:
+    def checkpoints(self) -> Path:
         """Where it saves."""
         return self.directory / "checkpoints"
 
@@ -62,18 +61,12 @@ class Start:
         steps can be saved again.
         """
         self.take_lock()
-        shutil.rmtree(self.directory / "errors", ignore_errors=True)
-        for path in self.place.glob("step-*.tmp"):
-            shutil.rmtree(path)
-        for path in checkpoints.checkpoints_at(self.place):
-            if checkpoints.step_of(path) > self.first_step:
+        for unfinished in (self.directory / "errors", *self.checkpoints.glob("step-*.tmp")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        for path in facts.checkpoints_at(self.checkpoints):
+            if facts.step_of(path) > self.first_step:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-        checkpoints.remove_older(self.place)
-
-    def close(self) -> None:
-        """Let others write in the directory."""
-        if self.lock:
-            self.lock.close()
+        facts.remove_older(self.checkpoints)
 
 
 def check_initial(config: ModelConfig, directory: str | None) -> Pretrained | None:
@@ -81,15 +74,11 @@ def check_initial(config: ModelConfig, directory: str | None) -> Pretrained | No
 
     None without a directory. ConfigError if something does not fit, or is missing.
     """
-    if directory is None or not (Path(directory) / checkpoints.FACTS).exists():
+    if directory is None or not (Path(directory) / facts.FACTS).exists():
         return check_pretrained(config, directory)
-    from llm_train_bench.run.checkpoint.parts import check_checkpoint  # takes a second to import
+    from llm_train_bench.run.checkpoint.parts import weights_of  # takes a second to import
 
-    try:
-        checkpoints.read_facts(Path(directory))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--init-from {directory}: {checkpoints.reason(error)}") from None
-    return check_checkpoint(config, Path(directory))
+    return weights_of(config, Path(directory))
 
 
 def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
@@ -98,8 +87,6 @@ def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
     UsageError where it cannot resume, Finished where nothing is left to do.
     """
     start = on_main(ranks, lambda: _find_start(plan))
-    if start.finished:
-        raise Finished(f"{start.directory}: the run is finished; its result.json stays as it is")
     if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
         raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; set --amp")
     if start.checkpoint and (before := start.checkpoint[1].args["amp"]) != amp:
@@ -112,41 +99,36 @@ def _find_start(plan: Plan) -> Start:
     """Where this run starts, with the lock of a directory that it goes on in. Nothing else decides it."""
     flags = plan.args
     name = flags.run_name or default_name(plan.work.config.name, vars(flags))
-    start = Start(Path(flags.output_dir) / name)
+    saves = flags.save_every or flags.resume
+    start = Start(Path(flags.output_dir) / name, facts.training_of(plan) if saves else {})
     goes_on = flags.resume == "auto" and start.directory.exists()
     if goes_on:
-        files = {path.name for path in start.directory.iterdir()}
-        if files and not files & {"result.json", LOCK}:
-            raise UsageError(
-                f"{start.directory}: is no directory of a run; choose another --run-name"
-            )
+        if any(start.directory.iterdir()) and not (start.directory / LOCK).exists():
+            why = "is no directory of a run; choose another --run-name"
+            raise UsageError(f"{start.directory}: {why}")
         start.take_lock()
-    source = start.place if flags.resume == "auto" else flags.resume and Path(flags.resume)
-    found = checkpoints.checkpoints_at(source) if source else []
-    start.checkpoint = checkpoints.newest_good(found, start.notes)
-    if start.checkpoint:
-        checkpoints.check_same_training(start.checkpoint[1], start.checkpoint[0], plan)
-    elif found or flags.resume not in (None, "auto"):
-        why = f" ({start.notes[0]})" if start.notes else ""
-        raise UsageError(f"--resume {source}: holds no checkpoint that can be read{why}")
-    elif flags.resume:
-        start.notes.append(f"no checkpoint of {name}; starts from step 0")
+    if flags.resume:
+        source = start.checkpoints if flags.resume == "auto" else Path(flags.resume)
+        found = facts.checkpoints_at(source)
+        start.checkpoint = facts.newest_good(found, start.notes)
+        if start.checkpoint:
+            path, saved = start.checkpoint
+            facts.check_same_training(saved.training, path, start.training)
+        elif found or flags.resume != "auto":
+            why = f" ({start.notes[0]})" if start.notes else ""
+            raise UsageError(f"--resume {source}: holds no checkpoint that can be read{why}")
+        else:
+            start.notes.append(f"no checkpoint of {name}; starts from step 0")
+    steps = read_steps(start.directory / "steps.jsonl") if goes_on else []
     if goes_on:
-        _read_attempts(start, plan.schedule.window_end)
-    if start.finished and not start.checkpoint:  # of what training, nothing tells
-        raise UsageError(
-            f"{start.directory}: holds a finished run without checkpoints; choose another --run-name"
-        )
-    start.attempts.append(begin_attempt(start.first_step))
+        _read_attempts(start, steps)
+    lost = (step["step_time_s"] for step in steps if step["step"] >= start.first_step)
+    start.attempts.append(begin_attempt(start.first_step, sum(lost)))
     return start
 
 
-def _read_attempts(start: Start, n_steps: int) -> None:
-    """Add the attempts before this one, and whether they have done all steps.
-
-    What was done from the first step of this one on is lost. A copy is a run of its own.
-    """
-    steps = read_steps(start.directory / "steps.jsonl")
+def _read_attempts(start: Start, steps: list[dict[str, Any]]) -> None:
+    """Add the attempts before this one. A copy is a run of its own."""
     kept = [step["step"] for step in steps if step["step"] < start.first_step]
     if kept != [*range(kept[0] if kept else 0, start.first_step)]:
         start.notes.append(f"steps.jsonl lacks steps before step {start.first_step}")
@@ -154,16 +136,15 @@ def _read_attempts(start: Start, n_steps: int) -> None:
         before = read_result(start.directory / "result.json")
     except (OSError, ValueError) as error:
         if steps:
-            start.notes.append(f"earlier attempts are unknown: {checkpoints.reason(error)}")
+            start.notes.append(f"earlier attempts are unknown: {facts.reason(error)}")
         return
-    start.attempts = before.attempts
-    nexts = [*(attempt.opened for attempt in start.attempts[1:]), math.inf]
-    for attempt, until in zip(start.attempts, nexts, strict=True):
-        own = [step for step in steps if attempt.opened <= step["at"] < until]
-        lost = (step["step_time_s"] for step in own if step["step"] >= start.first_step)
-        attempt.lost_s += sum(lost)
-        attempt.ended = attempt.ended or "killed"
-        attempt.end = attempt.end or max((step["at"] for step in own), default=attempt.opened)
-    start.finished = before.status == "ok" and bool(steps) and steps[-1]["step"] + 1 >= n_steps
+    if before.status == "ok" and not start.checkpoint:  # of what training, nothing tells
+        why = "holds a finished run without checkpoints; choose another --run-name"
+        raise UsageError(f"{start.directory}: {why}")
+    if before.status == "ok":
+        raise Finished(f"{start.directory}: the run is finished; its result.json stays as it is")
+    start.attempts, last = before.attempts, before.attempts[-1]
+    last.ended = last.ended or "killed"
+    last.end = last.end or max([last.opened, *(step["at"] for step in steps)])
     if before.run_name == start.directory.name:
         start.run_id = before.run_id

@@ -19,7 +19,7 @@ from llm_train_bench.base.files import checksum, sync_to_disk
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.results.result_files import storable
-from llm_train_bench.settings.flags import LEARNT, Args, flag_of, of_kind, present_flags
+from llm_train_bench.settings.flags import LEARNT, flag_of, of_kind
 from llm_train_bench.settings.plan import Plan
 
 FACTS = "facts.json"
@@ -27,24 +27,21 @@ FACTS = "facts.json"
 KEPT = 2
 # Flags that the learning rate's curve, or the data, depend on besides the hyperparameters.
 ALSO_EQUAL = ("n_steps", "warmup_steps", "pad_vocab", "global_bsz")
-# A file of data from this size [bytes] on is taken for the same if its time of change is.
-LONG = 2**28
 
 
 class Facts(Strict):
-    """facts.json. Tensors are in the other files; model/stored.py names them."""
+    """facts.json. Tensors are in the other files."""
 
-    schema_version: Literal[4] = 4
+    schema_version: Literal[5] = 5
     run: str
     step: int
     layout: str
     """Script, ranks and accumulation: where they are the same, dropout goes on as it was."""
     args: dict[str, Any]
     """With the resolved seq_len and global_bsz."""
-    model_hash: str
+    training: dict[str, str]
+    """What must stay the same (training_of)."""
     config: dict[str, Any]
-    data: dict[str, tuple[int, int, int]]
-    """Size [bytes], CRC-32 and time of change [ns since 1970] of each file of data, by its flag."""
     linear: str | None
     """Library of linear layers, with which a resumed run goes on; None if none was chosen."""
     files: dict[str, int]
@@ -56,8 +53,8 @@ def commit(facts: Facts, directory: Path) -> None:
     content = storable(facts.model_dump(mode="json"))
     crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
     (directory / FACTS).write_text(json.dumps({"crc32": crc, "facts": content}), encoding="utf-8")
-    sync_to_disk(directory / FACTS)
-    sync_to_disk(directory)
+    for path in [*directory.iterdir(), directory]:
+        sync_to_disk(path)
     directory.rename(directory.with_suffix(""))
     sync_to_disk(directory.parent)
 
@@ -95,9 +92,9 @@ def checkpoints_at(path: Path) -> list[Path]:
     return sorted((p for p in found if step_of(p) >= 0), key=step_of)
 
 
-def remove_older(place: Path) -> None:
+def remove_older(checkpoints: Path) -> None:
     """Remove the checkpoints in a directory, except the newest ones."""
-    for path in checkpoints_at(place)[:-KEPT]:
+    for path in checkpoints_at(checkpoints)[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -121,26 +118,17 @@ def reason(error: BaseException) -> str:
     return one_line(error) or type(error).__name__
 
 
-def check_same_training(facts: Facts, path: Path, plan: Plan) -> None:
-    """UsageError, by name, for whatever would make the resumed run another training."""
-    if facts.model_hash != plan.work.config.hash:
-        raise UsageError(f"--resume {path}: is of another model than {plan.work.config.path}")
-    saved, now = present_flags(facts.args), present_flags(resolved_flags(plan))
+def training_of(plan: Plan) -> dict[str, str]:
+    """What must stay the same where a run goes on, by its name in messages."""
+    values, config = resolved_flags(plan), plan.work.config
     # Not --init-from: what a run started from before does not matter.
-    for name in (*sorted(of_kind(LEARNT) - {"init_from"}), *ALSO_EQUAL):
-        if saved[name] != now[name]:
-            raise UsageError(
-                f"{flag_of(name)} {now[name]}: the checkpoint {path} was trained with {saved[name]}; "
-                "give the same"
-            )
-    files = describe_data(plan.args, facts.data)
-    for name in sorted(facts.data.keys() | files.keys()):
-        if files.get(name, ())[:2] != facts.data.get(name, ())[:2]:
-            flag, _, index = name.partition(" ")
-            which = "the index of its documents" if index else "the file"
-            raise UsageError(
-                f"{flag_of(flag)}: {which} is not the one that {path} was trained on; give the same"
-            )
+    names = (*sorted(of_kind(LEARNT) - {"init_from"}), *ALSO_EQUAL)
+    training = {"the model": config.hash} | {flag_of(name): str(values[name]) for name in names}
+    files = {flag_of(name): values[name] for name in ("data", "val_data", "pack_lengths")}
+    files = {name: Path(path) for name, path in files.items() if path}
+    if values["pack"] and values["pack_separator"] is None:
+        files |= {f"the index of {name}": index_path(path) for name, path in files.items()}
+    return training | {name: content_of(path) for name, path in files.items() if path.is_file()}
 
 
 def resolved_flags(plan: Plan) -> dict[str, Any]:
@@ -149,20 +137,24 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
     return vars(plan.args) | {"seq_len": batch.seq_len, "global_bsz": batch.global_batch}
 
 
-def describe_data(flags: Args, known: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """Facts.data of the files of a run; `FLAG index` is the index of documents beside that flag's file.
+def content_of(path: Path) -> str:
+    """What tells a file from others: its size, and the CRC-32 of its bytes.
 
-    A LONG file of the size and time of change of a `known` one is not read.
+    Of a file longer than 256 MiB these are the bytes of 256 blocks, evenly spread.
     """
-    files = {"data": flags.data, "val_data": flags.val_data, "pack_lengths": flags.pack_lengths}
-    paths = {name: Path(path) for name, path in files.items() if path}
-    if flags.pack and flags.pack_separator is None:
-        paths |= {f"{name} index": index_path(path) for name, path in paths.items()}
-    described = {}
-    for name, path in paths.items():
-        if path.is_file():
-            size, changed = path.stat().st_size, path.stat().st_mtime_ns
-            before = known.get(name, (0, 0, 0))
-            same = size >= LONG and (size, changed) == (before[0], before[2])
-            described[name] = (size, before[1] if same else checksum(path), changed)
-    return described
+    size, block, crc = path.stat().st_size, 2**20, 0
+    with path.open("rb") as f:
+        for begin in range(0, size, max(block, size // 256)):
+            f.seek(begin)
+            crc = zlib.crc32(f.read(block), crc)
+    return f"{size} bytes with CRC-32 {crc:08x}"
+
+
+def check_same_training(saved: dict[str, str], path: Path, now: dict[str, str]) -> None:
+    """UsageError, by name, for whatever would make the resumed run another training (training_of)."""
+    for name in saved | now:
+        if saved.get(name) != now.get(name):
+            raise UsageError(
+                f"{name} {now.get(name)}: the checkpoint {path} was trained with {saved.get(name)}; "
+                "give the same"
+            )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from llm_train_bench.base.errors import one_line
+from llm_train_bench.apply.sharded import local_shard
 from llm_train_bench.model.config import ConfigError, ModelConfig
 from llm_train_bench.model.hf import Pretrained, misfit, segment_rows
 from llm_train_bench.model.weights import Shard, Weight
+from llm_train_bench.run.checkpoint.facts import read_facts, reason
 
 # What PyTorch raises for files that are damaged or absent.
 UNREADABLE = (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError)
@@ -62,8 +63,17 @@ class Part(NamedTuple):
         ]
 
 
-class _Planner(DefaultLoadPlanner):
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads a dict of parts by their names."""
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].values
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes a dict of parts by their names."""
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].values
 
 
@@ -78,44 +88,41 @@ def read_parts(directory: Path, parts: Mapping[str, Part]) -> None:
 
     ValueError or RuntimeError for a tensor that is not in it, or has another shape.
     """
-    reader, planner = FileSystemReader(directory), _Planner(flatten_state_dict=False)
+    reader, planner = FileSystemReader(directory), LoadPlanner(flatten_state_dict=False)
     planner.metadata, planner.state_dict = reader.read_metadata(), dict(parts)
     plan = planner.create_local_plan()
     reader.set_up_storage_reader(planner.metadata, is_coordinator=True)
     reader.read_data(plan, planner).wait()
 
 
-def check_checkpoint(config: ModelConfig, directory: Path) -> Pretrained:
+def weights_of(config: ModelConfig, directory: Path) -> Pretrained:
     """What reads each parameter of a model from a checkpoint of any layout.
 
-    ConfigError if one does not fit, and later if it cannot be read.
+    ConfigError if the checkpoint is damaged, or if a tensor is missing or does not fit.
     """
     try:
+        read_facts(directory)
         tensors = stored_tensors(directory)
     except UNREADABLE as error:
-        raise ConfigError(f"{directory}: cannot be read: {one_line(error)}") from None
-    stored = {name.partition(",")[0]: (name, tensor) for name, tensor in tensors.items()}
+        raise ConfigError(f"--init-from {directory}: {reason(error)}") from None
+    stored = {name.partition(",")[0]: (name, tuple(t.size)) for name, t in tensors.items()}
     readers = {}
     for name, weight in config.weights.items():
-        if (found := stored.get(f"p/{name}")) is None:
+        if f"p/{name}" not in stored:
             raise ConfigError(f"{directory}: has no {name}; is it a checkpoint of that model?")
-        if tuple(found[1].size) != weight.shape:
-            raise misfit(f"{directory}: {name}", list(found[1].size), config, weight.shape)
-        readers[name] = functools.partial(_read_whole, directory, found[0])
+        full_name, shape = stored[f"p/{name}"]
+        if shape != weight.shape:
+            raise misfit(f"{directory}: {name}", list(shape), config, weight.shape)
+        readers[name] = functools.partial(_read_whole, directory, full_name)
     return readers
 
 
 def _read_whole(directory: Path, name: str, weight: Weight) -> Tensor:
     """A parameter, with its rows in the order of `weight`."""
     value = torch.empty(weight.shape)
-    part = Part(value, Shard((0,) * value.ndim, weight.shape), weight.shape)
-    try:
-        read_parts(directory, {name: part})
-    except UNREADABLE as error:
-        raise ConfigError(f"{directory}: {name} cannot be read: {one_line(error)}") from None
+    read_parts(directory, {name: Part(*local_shard(value), weight.shape)})
     order = re.search(r", rows in (\d+) groups", name)
-    groups = int(order[1]) if order else 1
-    if groups != weight.groups:
-        stored = torch.cat(segment_rows(dataclasses.replace(weight, groups=groups)))
-        value[torch.cat(segment_rows(weight))] = value[stored]
+    stored = dataclasses.replace(weight, groups=int(order[1]) if order else 1)
+    if stored != weight:
+        value[torch.cat(segment_rows(weight))] = value[torch.cat(segment_rows(stored))]
     return value

@@ -4,45 +4,47 @@ import collections
 import concurrent.futures
 import contextlib
 import datetime
+import errno
 import os
 import shutil
 import signal
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from llm_train_bench.apply.sharded import local_shard, shard_of_whole
-from llm_train_bench.base import files
 from llm_train_bench.base.errors import Preempted, UsageError, one_line
+from llm_train_bench.base.files import checksum
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
-from llm_train_bench.run.checkpoint import facts as checkpoints
-from llm_train_bench.run.checkpoint.facts import Facts
+from llm_train_bench.run.checkpoint import facts
 from llm_train_bench.run.checkpoint.parts import (
     UNREADABLE,
     Part,
+    SavePlanner,
     read_parts,
     stored_name,
     stored_tensors,
 )
-from llm_train_bench.run.failures import SAVE_S, SAVES
+from llm_train_bench.run.failures import SAVE_S
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.signals import ENDING, Wish, ignore, signal_said
 
-# Time [s] from a signal to the save, two steps later.
-STOPPING_S = 60.0
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as it should
 
 
 def state_parts(model: HasWeights, optimizer: Optimizer) -> dict[str, Part]:
@@ -83,10 +85,10 @@ def layout(run: Run) -> str:
 
 
 @torch.no_grad()
-def load(run: Run, model: HasWeights, optimizer: Optimizer, path: Path, facts: Facts) -> None:
+def load(run: Run, model: HasWeights, optimizer: Optimizer, path: Path, saved: facts.Facts) -> None:
     """Set all that training changes, in place, from a checkpoint of any layout.
 
-    UsageError for a tensor that is missing, left over, or of another shape or order of rows.
+    UsageError for a tensor that is missing, or of another shape or order of rows.
     """
     stored, shares = stored_tensors(path), getattr(optimizer, "shares", {})
     keys = {name.partition("/")[0] for name in stored}
@@ -97,39 +99,72 @@ def load(run: Run, model: HasWeights, optimizer: Optimizer, path: Path, facts: F
                 number = torch.zeros((), dtype=found.properties.dtype, device=parameter.device)
                 moment = torch.zeros_like(shares.get(parameter, parameter))
                 optimizer.state[parameter].setdefault(key, moment if found.size else number)
-    parts, process = state_parts(model, optimizer), process_parts(run)
-    trained = {name for name in stored if not name.startswith(("scaler/", facts.layout))}
-    ours = set().union(*gather(run.ranks, {*parts}))  # a pipeline's stage has some of them
-    if differs := trained ^ ours:
-        who = "the checkpoint" if min(differs) in trained else "this run"
-        why = f"only {who} has {min(differs)}"
-        raise UsageError(f"{path}: {why}; to go on from the weights alone, use --init-from")
+    process = {name: part for name, part in process_parts(run).items() if name in stored}
     try:
-        read_parts(path, parts | {name: part for name, part in process.items() if name in stored})
+        read_parts(path, state_parts(model, optimizer) | process)
     except UNREADABLE as error:
-        raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
-    if facts.layout == layout(run):
-        for name, generator in generators(run).items():
+        why = f"{one_line(error)}; to go on from the weights alone, use --init-from"
+        raise UsageError(f"{path}: cannot be read: {why}") from None
+    for name, generator in generators(run).items():
+        if name in process:
             generator.set_state(process[name].values)
+    if saved.layout == layout(run):
         return
-    torch.manual_seed(hash((run.plan.args.seed, run.ranks.rank, facts.step)) % 2**63)
+    torch.manual_seed(hash((run.plan.args.seed, run.ranks.rank, saved.step)) % 2**63)
     if any((run.plan.work.config.residual_dropout, run.plan.work.config.attention_dropout)):
         run.result.remark(
-            f"dropout draws other numbers than before step {facts.step}: the layout is another"
+            f"dropout draws other numbers than before step {saved.step}: the layout is another"
         )
 
 
-def tried(work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What some work on files returns, and why it failed; None for the other."""
-    try:
-        return work(), None
-    except (OSError, ValueError, RuntimeError) as error:
-        return None, checkpoints.reason(error)
+class Writer(FileSystemWriter):
+    """Writes the state before a step; when all ranks have, rank 0 gives it its final name."""
 
+    def __init__(self, run: Run, step: int):
+        self.directory = run.start.checkpoints / f"step-{step:08}.tmp"
+        super().__init__(self.directory, per_thread_copy_ahead=0)
+        self.run, self.step, self.begin = run, step, time.perf_counter()
 
-class _Planner(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].values
+    def stage(self, state_dict: Any) -> Any:
+        """It is in memory of its own already."""
+        return state_dict
+
+    def write_data(self, plan: Any, planner: Any) -> Future[Any]:
+        """The results of this rank's writes, and the checksums of its files."""
+        if not all(part.values.isfinite().all() for part in planner.state_dict.values()):
+            raise ValueError("a number in it is not finite")
+        torch.serialization.set_crc32_options(False)  # facts.json has that of the whole file
+        try:
+            results = super().write_data(plan, planner).wait()
+        except (OSError, RuntimeError) as error:  # another rank would not learn of the first cause
+            raise ValueError(facts.reason(error)) from None
+        names = {result.storage_data.relative_path for result in results}
+        written = Future()
+        written.set_result((results, {name: checksum(self.directory / name) for name in names}))
+        return written
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """On rank 0, when all ranks have written: what is where, the losses, and the final name."""
+        super().finish(metadata, [parts for parts, _ in results])
+        run, config, m = self.run, self.run.plan.work.config, self.run.result.metrics
+        sums = {".metadata": checksum(self.directory / ".metadata")}
+        os.fsync(run.steps.fileno())
+        saved = facts.Facts(
+            run=run.result.run_name,
+            step=self.step,
+            layout=layout(run),
+            args=facts.resolved_flags(run.plan),
+            training=run.start.training,
+            config=config.raw,
+            linear=run.result.linear,
+            files=dict(collections.ChainMap(sums, *(sums for _, sums in results))),
+        )
+        facts.commit(saved, self.directory)
+        facts.remove_older(self.directory.parent)
+        m.n_checkpoints = (m.n_checkpoints or 0) + 1
+        m.checkpoint_bytes = sum(part.length for part in metadata.storage_data.values())
+        m.checkpoint_write_s = time.perf_counter() - self.begin
+        m.checkpoint_gb_per_s = m.checkpoint_bytes / m.checkpoint_write_s / 1e9
 
 
 class Saver:
@@ -137,27 +172,21 @@ class Saver:
 
     def __init__(self, run: Run, model: HasWeights, optimizer: Optimizer):
         self.run, self.model, self.optimizer = run, model, optimizer
-        self.directory = run.start.place
         self.wish = Wish()
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, SAVES)
-        self.saving: concurrent.futures.Future[str | None] | None = None
+        self.opened = run.directory.stat()
+        self.saving: concurrent.futures.Future[Any] | None = None
         self.step = 0  # of that save
         self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
-        self.planner = _Planner(flatten_state_dict=False)
-        self.plan: Any = None  # what this rank writes, once there was a save
+        self.staged: dict[str, Part] = {}  # what this rank writes, in the host's memory
         self.last_good = run.start.first_step or None
         self.failed: str | None = None
-        known = run.start.checkpoint[1].data if run.start.checkpoint else {}
-        if run.ranks.main:  # of the files as they are now: others may get their names in a run
-            self.data = self.thread.submit(checkpoints.describe_data, run.plan.args, known)
-        self.opened = run.directory.stat()
-        self.stalls: list[float] = []
-        self.writes: list[float] = []
         self.group: dist.ProcessGroup | None = None
         run.result.metrics.n_checkpoints = 0
         if run.ranks.world > 1:
             timeout = datetime.timedelta(seconds=SAVE_S)
             self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+        if run.hang:
+            run.hang.save_s = 2 * SAVE_S  # what is being written, and the last save
 
     def stop_request(self) -> Tensor:
         """1 where this rank was asked to stop, else 0; averaged over the ranks with a step's loss."""
@@ -166,28 +195,22 @@ class Saver:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, a signal asks all ranks to save and to stop at the same step."""
-        if self.run.hang:
-            self.run.hang.save_s = SAVE_S + STOPPING_S
         try:
             with self.wish.listening():
                 yield
-        except BaseException as error:
-            if not isinstance(error, Exception | Preempted):  # at once
-                self.finish(time.monotonic())
-            raise
-        finally:
+        except Exception:
             self.finish()
-            self.thread.shutdown(wait=not self.given_up)
+            raise
+        self.finish()
 
     def before(self, step: int) -> None:
         """Stop here if some rank was asked to two steps ago; that step's event has long passed."""
         if step < self.run.plan.schedule.start + 2 or not self.run.log.stop_of(step - 2):
             return
-        until = time.monotonic() + SAVE_S
-        self.finish(until)
+        self.finish()
         if self.last_good != step:
             self.save(step)
-            self.finish(until)
+            self.finish()
         why = signal_said(self.wish.number) if self.wish.number else None
         if self.last_good != step:
             raise Preempted(f"{why or 'a signal'}, and could not be saved: {self.failed}")
@@ -205,112 +228,62 @@ class Saver:
     def save(self, step: int) -> None:
         """Copy the state before step number `step`, and write it; the loop waits for the copy alone."""
         begin, run = time.perf_counter(), self.run
+        if not os.path.samestat(run.directory.stat(), self.opened):  # another run may have the name
+            raise FileNotFoundError(errno.ENOENT, "was moved", str(run.directory))
         self.finish()
         if self.given_up:
             return
         parts = state_parts(self.model, self.optimizer) | process_parts(run)
-        if self.plan is None:
-            self._share_out(parts)
-        for name, staged in self.planner.state_dict.items():
-            staged.values.copy_(parts[name].values, non_blocking=True)
+        self.staged = self.staged or self._share_out(parts)
+        for name, part in self.staged.items():
+            part.values.copy_(parts[name].values, non_blocking=True)
         run.end_steps()
         synchronize(run.device)
         run.log.pause()
-        self.step, self.saving = step, self.thread.submit(self._write, step)
-        self.stalls.append(time.perf_counter() - begin)
-        run.result.metrics.checkpoint_stall_s = statistics.fmean(self.stalls)
-        run.log.start()
+        self.step, self.saving = (
+            step,
+            async_save(
+                self.staged,
+                storage_writer=Writer(run, step),
+                planner=SavePlanner(),
+                process_group=self.group,
+            ),
+        )
         schedule, m = run.plan.schedule, run.result.metrics
+        m.checkpoint_stall_s = time.perf_counter() - begin
+        run.log.start()
         if schedule.window_begin <= step - 1 < schedule.window_end - 1:
             m.window_saves = (m.window_saves or 0) + 1
 
-    def _share_out(self, parts: dict[str, Part]) -> None:
-        """At the first save: what each rank writes of what several have, and memory for it."""
-        self.planner.set_up_planner(parts, is_coordinator=self.run.ranks.main)
-        local_plans = gather(self.run.ranks, self.planner.create_local_plan(), self.group)
-        plans, self.metadata = self.planner.create_global_plan(local_plans)
-        plans = FileSystemWriter(self.directory).prepare_global_plan(plans)
-        self.plan = plans[self.run.ranks.rank]
-        self.planner.state_dict, pinned = {}, self.run.device.type == "cuda"
-        for name in (item.index.fqn for item in self.plan.items):
-            memory = torch.empty_like(parts[name].values, device="cpu", pin_memory=pinned)
-            self.planner.state_dict[name] = parts[name]._replace(values=memory)
+    def _share_out(self, parts: dict[str, Part]) -> dict[str, Part]:
+        """Memory for what this rank writes. What several ranks have, they write in turn."""
+        ours, holders = [(name, part.shard) for name, part in parts.items()], {}
+        for rank, theirs in enumerate(gather(self.run.ranks, ours, self.group)):
+            for key in theirs:
+                holders.setdefault(key, []).append(rank)
+        turns = {key: ranks[i % len(ranks)] for i, (key, ranks) in enumerate(holders.items())}
+        names = [key[0] for key in ours if turns[key] == self.run.ranks.rank]
+        memory = {"device": "cpu", "pin_memory": self.run.device.type == "cuda"}
+        empty = {name: torch.empty_like(parts[name].values, **memory) for name in names}
+        return {name: parts[name]._replace(values=values) for name, values in empty.items()}
 
-    def finish(self, until: float | None = None) -> None:
-        """Wait until nothing is being written, or until that time (`time.monotonic()`)."""
+    def finish(self) -> None:
+        """Wait until nothing is being written."""
         if self.saving is None:
             return
         try:
-            why = self.saving.result(
-                SAVE_S if until is None else max(0.0, until - time.monotonic())
-            )
-        except Exception as error:  # a failed save does not fail the run
-            self.given_up = True  # who waits for whom is no longer known
-            why = f"{one_line(error) or 'it took too long'}; no more saves are made"
-        self.saving = None  # only now: a second signal may have ended the wait
-        if why is None:
+            self.saving.result(SAVE_S)
             self.last_good = self.step
-        else:
+        except (Exception, CheckpointException) as error:  # a failed save does not fail the run
+            if isinstance(error, CheckpointException):
+                rank, (cause, _) = min(error.failures.items())
+                why = f"rank {rank}: {facts.reason(cause)}"
+            else:  # who waits for whom is no longer known
+                self.given_up = True
+                why = f"{one_line(error) or 'it took too long'}; no more saves are made"
             self.failed = f"step {self.step} was not saved: {why}"
             self.run.result.remark(self.failed)
             if self.run.ranks.main:
+                shutil.rmtree(Writer(self.run, self.step).directory, ignore_errors=True)
                 say(self.failed)
-
-    def _write(self, step: int) -> str | None:
-        """In a thread: write this rank's parts; rank 0 commits what all have written. Why not, if not."""
-        begin, run = time.perf_counter(), self.run
-        writer = FileSystemWriter(self.directory / f"step-{step:08}.tmp", per_thread_copy_ahead=0)
-        share, why = tried(lambda: self._write_share(writer))
-        why = why and f"rank {run.ranks.rank}: {why}"
-        shares, problems = zip(*gather(run.ranks, (share, why), self.group), strict=True)
-        why = next(filter(None, problems), None)
-        if run.ranks.main:
-            if why is None:
-                _, why = tried(lambda: self._commit(writer, step, shares))
-            shutil.rmtree(writer.path, ignore_errors=True)
-        (why, *_) = gather(run.ranks, why, self.group)
-        if why is None:
-            self.writes.append(time.perf_counter() - begin)
-            m, parts = run.result.metrics, [part for own, _ in shares for part in own]
-            size = sum(part.size_in_bytes for part in parts)
-            m.n_checkpoints, m.checkpoint_bytes = len(self.writes), size
-            m.checkpoint_write_s = statistics.fmean(self.writes)
-            m.checkpoint_gb_per_s = size / m.checkpoint_write_s / 1e9
-        return why
-
-    def _write_share(self, writer: FileSystemWriter) -> tuple[list[Any], dict[str, int]]:
-        """What was written of each part, and the checksums of this rank's files."""
-        if not all(part.values.isfinite().all() for part in self.planner.state_dict.values()):
-            raise ValueError("a number in it is not finite")
-        path = Path(writer.path)
-        if not os.path.samestat(self.run.directory.stat(), self.opened):
-            raise ValueError("the directory of the run was moved")
-        path.parent.mkdir(exist_ok=True)
-        path.mkdir(exist_ok=True)
-        torch.serialization.set_crc32_options(
-            False
-        )  # facts.json has the checksum of the whole file
-        parts = writer.write_data(self.plan, self.planner).wait()
-        names = {part.storage_data.relative_path for part in parts}
-        return parts, {name: files.checksum(path / name) for name in names}
-
-    def _commit(self, writer: FileSystemWriter, step: int, shares: Sequence[Any]) -> None:
-        """On rank 0, when all have written: what is where, the losses, and the final name."""
-        run, path, config = self.run, Path(writer.path), self.run.plan.work.config
-        writer.finish(self.metadata, [parts for parts, _ in shares])
-        files.sync_to_disk(path / ".metadata")
-        os.fsync(run.steps.fileno())
-        facts = Facts(
-            run=run.result.run_name,
-            step=step,
-            layout=layout(run),
-            args=checkpoints.resolved_flags(run.plan),
-            model_hash=config.hash,
-            config=config.raw,
-            data=self.data.result(),
-            linear=run.result.linear,
-            files=dict(collections.ChainMap(*(sums for _, sums in shares))),
-        )
-        facts.files[".metadata"] = files.checksum(path / ".metadata")
-        checkpoints.commit(facts, path)
-        checkpoints.remove_older(self.directory)
+        self.saving = None  # only now: a second signal may have ended the wait
