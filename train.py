@@ -19,12 +19,12 @@ from llm_train_bench.apply.offload import apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import apply_weight_formats, set_precision
 from llm_train_bench.apply.recompute import apply_recompute
-from llm_train_bench.model.hf import save_pretrained
+from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint.attempt import check_initial, resolve_start
+from llm_train_bench.run.checkpoint.attempt import resolve_start
 from llm_train_bench.run.launch import launch
 from llm_train_bench.run.life import Run
 from llm_train_bench.settings.plan import Plan
@@ -40,7 +40,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced)
     fp8 = apply_fp8(model, work, device)
-    pretrained = check_initial(work.config, args.init_from)
+    pretrained = check_pretrained(work.config, args.init_from)
 
     plan, start = resolve_start(plan, ranks)
     with Run(plan, start, device, ranks, fp8, kernel) as run:

@@ -19,13 +19,13 @@ from llm_train_bench.apply.offload import apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
 from llm_train_bench.apply.recompute import apply_recompute
-from llm_train_bench.model.hf import save_pretrained
+from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards
 from llm_train_bench.parallel.layout import RankLayout
 from llm_train_bench.parallel.pipeline import Pipeline
 from llm_train_bench.parallel.ranks import Ranks, join
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint.attempt import check_initial, resolve_start
+from llm_train_bench.run.checkpoint.attempt import resolve_start
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.life import Run
 from llm_train_bench.settings.plan import Plan
@@ -42,7 +42,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     with torch.device("meta"):
         model = Pipeline(work, layout)
     fp8 = apply_fp8(model, work, device)
-    pretrained = check_initial(work.config, args.init_from)
+    pretrained = check_pretrained(work.config, args.init_from)
     join(ranks, device, args.dist_timeout)
 
     plan, start = resolve_start(plan, ranks)

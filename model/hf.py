@@ -105,10 +105,11 @@ def from_hf(weight: Weight, tensors: list[Tensor]) -> Tensor:
 def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretrained | None:
     """What reads each parameter of a model from a directory of safetensors.
 
-    None without a directory. ConfigError if a tensor is missing or does not fit, or if the directory's
-    config is of another model. Only headers are read, and a head that the config ties to the embedding.
+    None without a directory, and for a checkpoint of a run (run/checkpoint). ConfigError if a tensor is
+    missing or does not fit, or if the directory's config is of another model. Only headers are read, and
+    a head that the config ties to the embedding.
     """
-    if directory is None:
+    if directory is None or (Path(directory) / "facts.json").exists():
         return None
     directory = Path(directory)
     with torch.device("meta"):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llm_train_bench.results.result_files import read_result
-from llm_train_bench.run.checkpoint.facts import checkpoints_at, step_of
+from llm_train_bench.run.checkpoint.attempt import checkpoints_at, step_of
 from tests import faults
 from tests.helpers import ROOT, free_port
 from tests.processes import TORCHRUN, Started, signal_all, wait_until

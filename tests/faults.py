@@ -20,15 +20,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 
 import train
-from llm_train_bench.model.weights import Shard
 from llm_train_bench.parallel.ranks import ALONE
 from llm_train_bench.results.result_files import read_result
-from llm_train_bench.run.checkpoint import facts, saver  # noqa: F401 (before a run is forked)
-from llm_train_bench.run.checkpoint.facts import checkpoints_at, newest_good, step_of
-from llm_train_bench.run.checkpoint.parts import Part, read_parts, stored_tensors
+from llm_train_bench.run.checkpoint import attempt, saver  # before a run is forked
+from llm_train_bench.run.checkpoint.attempt import checkpoints_at, newest_good, step_of
 from llm_train_bench.run.launch import train_planned
 from tests.helpers import ROOT
 
@@ -44,20 +42,16 @@ FLAGS = "--seq-len 8 --bsz 4 --device cpu --amp off --no-tensorboard --no-observ
 FLAGS += "--warmup-steps 2 --lr-warmup-steps 4 --lr 1e-2".split()
 STEPS, EVERY = 20, 5
 # Inside, a run in this process, or in forks of it, keeps all of its checkpoints.
-KEEP_ALL = mock.patch.object(facts, "KEPT", 1000)
+KEEP_ALL = mock.patch.object(attempt, "KEPT", 1000)
 
 
 def whole_state(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, which must be as it was written, but for the generators' states."""
+    """All tensors of a checkpoint, which must be as it was written."""
     assert newest_good([directory], []), directory
-    parts = {}
-    for name, stored in stored_tensors(directory).items():
-        if "/cpu" not in name:
-            whole = Shard((0,) * len(stored.size), tuple(stored.size))
-            values = torch.zeros(stored.size, dtype=stored.properties.dtype)
-            parts[name] = Part(values, whole, tuple(stored.size))
-    read_parts(directory, parts)
-    return {name.partition(",")[0]: part.values for name, part in parts.items()}
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    whole = {name: torch.zeros(t.size, dtype=t.properties.dtype) for name, t in stored.items()}
+    saver.read(directory, whole)
+    return {name.partition(",")[0]: tensor for name, tensor in whole.items()}
 
 
 def last_of(run: Path) -> Path:

@@ -39,7 +39,7 @@ from llm_train_bench.check import findings
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.hf import _index
-from llm_train_bench.run.checkpoint import facts
+from llm_train_bench.run.checkpoint import attempt
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.sweep import all_runs
 from llm_train_bench.sweep.cell_runs import Rows, cell_key
@@ -190,8 +190,8 @@ def read_weights_index(path: Path) -> None:
 
 def read_checkpoint(path: Path) -> None:
     (path.parent / "c").mkdir(exist_ok=True)
-    path.rename(path.parent / "c" / facts.FACTS)
-    facts.newest_good([path.parent / "c"], [])
+    path.rename(path.parent / "c" / attempt.FACTS)
+    attempt.newest_good([path.parent / "c"], [])
 
 
 def read_steps(path: Path) -> None:

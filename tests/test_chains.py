@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint.facts import checkpoints_at, step_of
+from llm_train_bench.run.checkpoint.attempt import checkpoints_at, step_of
 from tests import chains
 from tests.chains import SETTINGS, Job, arguments
 from tests.processes import signal_all, wait_until

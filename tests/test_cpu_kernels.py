@@ -10,7 +10,7 @@ from llm_train_bench.model.block_attention import attend_in_blocks
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.layers import gelu_tanh
 from llm_train_bench.model.loss import LinearCrossEntropy
-from llm_train_bench.run.checkpoint.facts import read_facts
+from llm_train_bench.run.checkpoint.attempt import read_facts
 from tests import helpers
 from tests.helpers import FAMILIES, plan_of, read_steps, trained, words
 
@@ -216,7 +216,7 @@ def test_a_resumed_run_keeps_the_library_and_the_bits(tmp_path, monkeypatch):
     assert whole["linear"] == "onednn"
     assert whole["observed"]["paths"]["linear layers"] == "onednn"
     saved = tmp_path / "whole/checkpoints/step-00000003"
-    assert read_facts(saved).linear == "onednn"
+    assert read_facts(saved).result.linear == "onednn"
     monkeypatch.setattr(choice, lambda *_: "plain")
     monkeypatch.setattr(small, 1e99)
     out = tmp_path / "again"
@@ -224,7 +224,7 @@ def test_a_resumed_run_keeps_the_library_and_the_bits(tmp_path, monkeypatch):
     assert read_steps(out)[-1]["loss"] == read_steps(tmp_path)[-1]["loss"]
     new = trained(tmp_path / "new", flags, "--run-name new")
     assert new["linear"] is None  # nothing was chosen, or is kept
-    assert read_facts(tmp_path / "new/new/checkpoints/step-00000003").linear is None
+    assert read_facts(tmp_path / "new/new/checkpoints/step-00000003").result.linear is None
     # A choice against oneDNN tried it, and names it nowhere.
     monkeypatch.undo()
     monkeypatch.setattr(small, 0)

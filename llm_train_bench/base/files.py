@@ -17,7 +17,7 @@ from typing import TextIO
 
 from llm_train_bench.base.start import ROOT
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, one_line
 
 # Names of variables and flags whose values are nobody else's business.
 SECRET = re.compile(r"token(?!iz|s)|secret|key|auth|passw|pass(?![\w-])|credential", re.I)
@@ -101,6 +101,16 @@ def checksum(path: Path) -> int:
         while part := f.read(2**24):
             crc = zlib.crc32(part, crc)
     return crc
+
+
+def first_cause(error: BaseException) -> str:
+    """Why work on files failed, in one line: the first cause, which PyTorch hides when a disk is full."""
+    while error.__context__ is not None and not error.__suppress_context__:
+        error = error.__context__
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{Path(error.filename).name}: " if error.filename else ""
+        return name + error.strerror
+    return one_line(error) or type(error).__name__
 
 
 def sync_to_disk(path: Path) -> None:

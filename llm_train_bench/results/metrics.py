@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from llm_train_bench.base.strict import Strict
 
 # Metrics that are gone, which results of earlier versions have.
-REMOVED_METRICS = ("repeated_steps", "ep_capacity_needed")
+REMOVED_METRICS = "repeated_steps ep_capacity_needed checkpoint_stall_s checkpoint_gb_per_s".split()
 
 
 class Metrics(Strict):
@@ -99,9 +99,7 @@ class Metrics(Strict):
     n_checkpoints: int | None = None
     window_saves: int | None = None
     checkpoint_bytes: int | None = None
-    checkpoint_stall_s: float | None = None
     checkpoint_write_s: float | None = None
-    checkpoint_gb_per_s: float | None = None
     restart_s: float | None = None
     goodput: float | None = None
     time_parts_s: dict[str, float] | None = None
@@ -154,8 +152,7 @@ the mean
 fullest expert: rows over the mean ? expert_rows_max_over_mean | {expert_rows_max_over_mean:.2f}
 energy ? average_power_w | {average_power_w:.0f} W, {tokens_per_joule:.2f} tokens/J
 loss: first, last | {first_loss:.4f}, {final_loss:.4f}
-checkpoint: size, stall, write ? checkpoint_stall_s | {checkpoint_bytes:,} B, \
-{checkpoint_stall_s:.3f} s, {checkpoint_write_s:.3f} s
+checkpoint ? checkpoint_write_s | {checkpoint_bytes:,} B in {checkpoint_write_s:.3f} s
 goodput since the first start ? goodput | {goodput:.1%}
 validation loss: before, after ? val_loss | {val_loss_before:.4f}, {val_loss:.4f}
 """

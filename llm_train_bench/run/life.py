@@ -76,7 +76,7 @@ class Run(RunRecord):
             print_header(self.result, self.plan.work)
             if self.start.checkpoint:
                 path, before = self.start.checkpoint
-                say(f"goes on from step {before.step} of {before.run}: {path}")
+                say(f"goes on from step {before.step} of {before.result.run_name}: {path}")
             for note in (*self.plan.notes, *self.start.notes):
                 say(note)
         tell_launcher(self.ranks, self.directory)
@@ -95,7 +95,7 @@ class Run(RunRecord):
         """
         work, found = self.plan.work, self.start.checkpoint
         small = 6 * sum(block_parameters(work.config)) * work.batch.micro_tokens < SMALL_STEP
-        way = (found and found[1].linear) if work.linear == "auto" else work.linear
+        way = (found and found[1].result.linear) if work.linear == "auto" else work.linear
         if work.linear == "auto" and way is None and not small:
             config = work.config
             blocks = (config.linear_layers(i) for i in work.layers)

@@ -5,6 +5,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +64,7 @@ def measure(
     eval_every, m = run.plan.args.eval_every, run.result.metrics
     m.val_loss_before = evaluate()
     # Forward passes name their block themselves.
-    listening = saver.listening() if saver else contextlib.nullcontext()
+    listening = saver.wish.listening() if saver else contextlib.nullcontext()
     with listening, uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(schedule.start, schedule.total):
@@ -114,17 +115,19 @@ def measure(
 
 
 def build_saver(run: Run, model: Any, optimizer: Optimizer | None) -> "Saver | None":
-    """Load the checkpoint that a run goes on from, if any. Its saver, if it saves."""
-    if optimizer is None or not (run.start.checkpoint or run.plan.args.save_every):
+    """Load the checkpoint that a run starts from, if any. Its saver, if it saves."""
+    args, resumed = run.plan.args, run.start.checkpoint
+    initial = Path(args.init_from or "", "facts.json") if not resumed else None
+    if not (resumed or (initial and initial.exists()) or args.save_every):
         return None
-    from llm_train_bench.run.checkpoint import (
-        saver,
-    )  # PyTorch's checkpoints take a second to import
+    from llm_train_bench.run.checkpoint import saver  # takes a second to import
 
-    if run.start.checkpoint:
-        saver.load(run, model, optimizer, *run.start.checkpoint)
-        run.fp8.after_step(model)
-    return saver.Saver(run, model, optimizer) if run.plan.args.save_every else None
+    if resumed and optimizer:
+        saver.load(run, model, optimizer, resumed[0])
+    elif initial and initial.exists():
+        saver.load_weights(model, run.plan.work.config, initial.parent)
+    run.fp8.after_step(model)
+    return saver.Saver(run, model, optimizer) if optimizer and args.save_every else None
 
 
 def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
@@ -236,6 +239,8 @@ def build_step(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     grads = model.layout.gradients(model) if isinstance(model, HasWeights) else None
     balances = bool(work.config.experts and work.config.experts.correction_rate)
+    shape = work.config
+    drops = shape.embedding_dropout or shape.residual_dropout or shape.attention_dropout
     keeps_gradients = work.cuda_graphs and work.trains
     if keeps_gradients:
         # A gradient made inside a CUDA graph lives in the graph's memory, which the next replay
@@ -244,6 +249,8 @@ def build_step(
             parameter.grad = torch.zeros_like(parameter)
 
     def step_fn(step: int, phase: str) -> None:
+        if drops:  # its numbers need no checkpoint
+            torch.manual_seed(hash((run.plan.args.seed, run.ranks.rank, step)) % 2**63)
         total = passes(step)
         rate, norm = 0.0, None
         with log.watched("optimizer"):

@@ -1,24 +1,127 @@
-"""Where a run starts: its directory with the attempts in it, and the checkpoint that it goes on from."""
+"""Where an attempt of a run starts: its directory, and the newest good checkpoint. Needs no torch.
+
+A checkpoint is a directory `step-N`, whose facts.json has the checksum of every file. It gets this name
+last, so what has the name is complete.
+"""
 
 import dataclasses
+import json
 import shutil
 import time
 import uuid
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
+from pydantic import ValidationError
+
+from llm_train_bench.base.documents import index_path
 from llm_train_bench.base.errors import Finished, OwnError, UsageError
-from llm_train_bench.base.files import hold_lock
-from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.hf import Pretrained, check_pretrained
+from llm_train_bench.base.files import checksum, first_cause, hold_lock, sync_to_disk
+from llm_train_bench.base.strict import Strict, first_problem
+from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main
-from llm_train_bench.results.result_files import begin_attempt, read_result, read_steps
-from llm_train_bench.results.schema import Attempt
-from llm_train_bench.run.checkpoint import facts
+from llm_train_bench.results.result_files import begin_attempt, read_result, read_steps, storable
+from llm_train_bench.results.schema import Attempt, Result
 from llm_train_bench.run.provenance import default_name
+from llm_train_bench.settings.flags import LEARNT, flag_of, of_kind
 from llm_train_bench.settings.plan import Plan
 
-LOCK = "run.lock"
+FACTS, LOCK = "facts.json", "run.lock"
+# So many of the newest checkpoints are kept.
+KEPT = 2
+
+
+class Facts(Strict):
+    """facts.json. Tensors are in the other files; dropout is a function of its seed and the step."""
+
+    schema_version: Literal[5] = 5
+    step: int
+    training: dict[str, str]
+    """What must stay the same (training_of)."""
+    result: Result
+    """Of the run until then: its config, settings and layout."""
+    files: dict[str, int]
+    """The CRC-32 of each."""
+
+
+def commit(facts: Facts, directory: Path) -> None:
+    """Write facts.json, with a checksum of its own, and give the checkpoint its final name."""
+    content = storable(facts.model_dump(mode="json"))
+    crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    (directory / FACTS).write_text(json.dumps({"crc32": crc, "facts": content}), encoding="utf-8")
+    for path in [*directory.iterdir(), directory]:
+        sync_to_disk(path)
+    directory.rename(directory.with_suffix(""))
+    sync_to_disk(directory.parent)
+    remove_older(directory.parent)
+
+
+def read_facts(directory: Path) -> Facts:
+    """The facts of a checkpoint whose files are as they were written; else ValueError or OSError."""
+    content = parse_json(plain_text(directory / FACTS))
+    if not isinstance(content, dict) or content.keys() != {"crc32", "facts"}:
+        raise ValueError(f"{FACTS} is not of a checkpoint")
+    if zlib.crc32(json.dumps(content["facts"], sort_keys=True).encode()) != content["crc32"]:
+        raise ValueError(f"{FACTS} is not what was written")
+    try:
+        facts = Facts.model_validate(content["facts"])
+    except ValidationError as error:
+        raise ValueError(f"{FACTS} is of another version: {first_problem(error)}") from None
+    if step_of(directory) not in (-1, facts.step):
+        raise ValueError(f"it is of step {facts.step}")
+    for name, crc in facts.files.items():
+        if checksum(plain_file(directory / Path(name).name)) != crc:
+            raise ValueError(f"{name} is not what was written")
+    return facts
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint; -1 for another name."""
+    number = checkpoint.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint at a path, or those of the run there, oldest first."""
+    if (path / FACTS).exists():
+        return [path]
+    found = [*path.glob("checkpoints/step-*"), *path.glob("step-*")]
+    return sorted((p for p in found if step_of(p) >= 0), key=step_of)
+
+
+def remove_older(checkpoints: Path) -> None:
+    """Remove the checkpoints in a directory, except the newest ones."""
+    for path in checkpoints_at(checkpoints)[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def newest_good(checkpoints: Sequence[Path], refused: list[str]) -> tuple[Path, Facts] | None:
+    """The last one that is as it was written; why others are not is added to `refused`."""
+    for path in reversed(checkpoints):
+        try:
+            return path, read_facts(path)
+        except (OSError, ValueError) as error:
+            refused.append(f"{path} cannot be used: {first_cause(error)}")
+    return None
+
+
+def training_of(plan: Plan) -> dict[str, str]:
+    """What must stay the same where a run goes on, by its name in messages."""
+    values, work = vars(plan.args), plan.work
+    names = *sorted(of_kind(LEARNT) - {"init_from"}), "n_steps", "warmup_steps", "pad_vocab"
+    training = {"the model": work.config.hash} | {flag_of(n): str(values[n]) for n in names}
+    training |= {"--seq-len": str(work.batch.seq_len), "--amp": work.amp}
+    training["--global-bsz"] = str(work.batch.global_batch)
+    files = {flag_of(name): values[name] for name in ("data", "val_data", "pack_lengths")}
+    files = {name: Path(path) for name, path in files.items() if path}
+    if values["pack"] and values["pack_separator"] is None:
+        files |= {f"the index of {name}": index_path(path) for name, path in files.items()}
+    for name, path in files.items():
+        if path.is_file():
+            training[name] = f"{path.stat().st_size} bytes with CRC-32 {checksum(path):08x}"
+    return training
 
 
 @dataclasses.dataclass
@@ -27,10 +130,9 @@ class Start:
 
     directory: Path
     training: dict[str, str]
-    """What must stay the same from attempt to attempt (facts.training_of); known to rank 0."""
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     attempts: list[Attempt] = dataclasses.field(default_factory=list)
-    checkpoint: tuple[Path, facts.Facts] | None = None
+    checkpoint: tuple[Path, Facts] | None = None
     """None where it starts at step 0."""
     notes: list[str] = dataclasses.field(default_factory=list)
     lock: TextIO | None = None
@@ -55,30 +157,13 @@ class Start:
         self.lock = self.lock or hold_lock(self.directory / LOCK, instead)
 
     def open(self) -> None:
-        """Take the directory, and clear up what attempts before this one left unfinished in it.
-
-        Checkpoints that are newer than this attempt's are damaged: they are set aside, so that their
-        steps can be saved again.
-        """
+        """Take the directory; set aside what cannot be used of the attempts before this one."""
         self.take_lock()
-        for unfinished in (self.directory / "errors", *self.checkpoints.glob("step-*.tmp")):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        for path in facts.checkpoints_at(self.checkpoints):
-            if facts.step_of(path) > self.first_step:
+        for path in (self.directory / "errors", *self.checkpoints.glob("step-*.tmp")):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in checkpoints_at(self.checkpoints):
+            if step_of(path) > self.first_step:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-        facts.remove_older(self.checkpoints)
-
-
-def check_initial(config: ModelConfig, directory: str | None) -> Pretrained | None:
-    """What reads each parameter from the directory of --init-from: a checkpoint, or Hugging Face files.
-
-    None without a directory. ConfigError if something does not fit, or is missing.
-    """
-    if directory is None or not (Path(directory) / facts.FACTS).exists():
-        return check_pretrained(config, directory)
-    from llm_train_bench.run.checkpoint.parts import weights_of  # takes a second to import
-
-    return weights_of(config, Path(directory))
 
 
 def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
@@ -89,8 +174,6 @@ def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
     start = on_main(ranks, lambda: _find_start(plan))
     if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
         raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; set --amp")
-    if start.checkpoint and (before := start.checkpoint[1].args["amp"]) != amp:
-        start.notes.append(f"before, --amp was {before}; now it is {amp}")
     left = dataclasses.replace(plan.schedule, start=start.first_step)
     return dataclasses.replace(plan, schedule=left), start
 
@@ -100,7 +183,10 @@ def _find_start(plan: Plan) -> Start:
     flags = plan.args
     name = flags.run_name or default_name(plan.work.config.name, vars(flags))
     saves = flags.save_every or flags.resume
-    start = Start(Path(flags.output_dir) / name, facts.training_of(plan) if saves else {})
+    start = Start(Path(flags.output_dir) / name, training_of(plan) if saves else {})
+    if flags.init_from and (Path(flags.init_from) / FACTS).exists():
+        if not newest_good([Path(flags.init_from)], start.notes):
+            raise UsageError(f"--init-from {start.notes[0]}")
     goes_on = flags.resume == "auto" and start.directory.exists()
     if goes_on:
         if any(start.directory.iterdir()) and not (start.directory / LOCK).exists():
@@ -109,22 +195,31 @@ def _find_start(plan: Plan) -> Start:
         start.take_lock()
     if flags.resume:
         source = start.checkpoints if flags.resume == "auto" else Path(flags.resume)
-        found = facts.checkpoints_at(source)
-        start.checkpoint = facts.newest_good(found, start.notes)
-        if start.checkpoint:
-            path, saved = start.checkpoint
-            facts.check_same_training(saved.training, path, start.training)
-        elif found or flags.resume != "auto":
+        found = checkpoints_at(source)
+        start.checkpoint = newest_good(found, start.notes)
+        if not start.checkpoint and (found or flags.resume != "auto"):
             why = f" ({start.notes[0]})" if start.notes else ""
             raise UsageError(f"--resume {source}: holds no checkpoint that can be read{why}")
-        else:
-            start.notes.append(f"no checkpoint of {name}; starts from step 0")
+    if start.checkpoint:
+        _check_same(start.checkpoint[1].training, start.training, start.checkpoint[0])
+    elif flags.resume:
+        start.notes.append(f"no checkpoint of {name}; starts from step 0")
     steps = read_steps(start.directory / "steps.jsonl") if goes_on else []
     if goes_on:
         _read_attempts(start, steps)
     lost = (step["step_time_s"] for step in steps if step["step"] >= start.first_step)
     start.attempts.append(begin_attempt(start.first_step, sum(lost)))
     return start
+
+
+def _check_same(before: dict[str, str], now: dict[str, str], path: Path) -> None:
+    """UsageError, by name, for whatever would make the resumed run another training (training_of)."""
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            raise UsageError(
+                f"{name} {now.get(name)}: the checkpoint {path} was trained with {before.get(name)}; "
+                "give the same"
+            )
 
 
 def _read_attempts(start: Start, steps: list[dict[str, Any]]) -> None:
@@ -136,13 +231,11 @@ def _read_attempts(start: Start, steps: list[dict[str, Any]]) -> None:
         before = read_result(start.directory / "result.json")
     except (OSError, ValueError) as error:
         if steps:
-            start.notes.append(f"earlier attempts are unknown: {facts.reason(error)}")
+            start.notes.append(f"earlier attempts are unknown: {first_cause(error)}")
         return
-    if before.status == "ok" and not start.checkpoint:  # of what training, nothing tells
-        why = "holds a finished run without checkpoints; choose another --run-name"
-        raise UsageError(f"{start.directory}: {why}")
     if before.status == "ok":
-        raise Finished(f"{start.directory}: the run is finished; its result.json stays as it is")
+        what = "is finished; its result.json stays as it is"
+        raise Finished(f"{start.directory}: the run {what}")
     start.attempts, last = before.attempts, before.attempts[-1]
     last.ended = last.ended or "killed"
     last.end = last.end or max([last.opened, *(step["at"] for step in steps)])
