@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -31,6 +32,7 @@ TORCHRUN = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc
 TORCHRUN.insert(0, sys.executable)
 # The directory in which every warm process of a launcher writes its environment.
 MARK = "LLM_TRAIN_BENCH_MARK"
+LOGGERS = logging.Logger.manager.loggerDict
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
@@ -82,6 +84,11 @@ def _run(argv: list[str], call: dict) -> int:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # pytest's log file is closed, and its number will be another file's.
+    for handlers in (
+        vars(logger).get("handlers", []) for logger in (logging.root, *LOGGERS.values())
+    ):
+        handlers[:] = [h for h in handlers if not type(h).__module__.startswith("_pytest")]
     os.closerange(3, 4096)
     os.chdir(call["cwd"] or ".")
     if call["env"] is not None:

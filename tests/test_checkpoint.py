@@ -323,11 +323,11 @@ def test_what_is_committed_is_synchronised_first(tmp_path, monkeypatch):
 def test_dropout_draws_other_numbers_in_each_step(tmp_path, monkeypatch):
     drawn = []
 
-    def rate(*args, real=learning_rate):
+    def step(*args, real=loop.optimizer_step):
         drawn.append(torch.initial_seed())
         return real(*args)
 
-    monkeypatch.setattr(loop, "learning_rate", rate)
+    monkeypatch.setattr(loop, "optimizer_step", step)
     for seed in (1, 2):
         assert train(tmp_path, "--run-name", seed, "--seed", seed) == 0
     assert len(drawn) == 40 == len(set(drawn))

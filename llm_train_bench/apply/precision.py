@@ -65,12 +65,15 @@ class LossScaler:
     """
 
     START, GROWTH_STEPS, LOWEST = 2.0**16, 2000, 2.0**-14
-    STATE = ("scale", "good_steps", "skipped")  # what training changes
 
     def __init__(self, device: torch.device):
         self.scale = torch.full((), self.START, device=device)
         self.good_steps = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)
+
+    def state(self) -> dict[str, Tensor]:
+        """What training changes, by its name in a checkpoint."""
+        return {f"scaler/{name}": number for name, number in vars(self).items()}
 
     def before_step(self, optimizer: Any, scaled_norm: Tensor) -> None:
         """Tell the optimizer what to divide gradients by and whether to skip; adapt the scale."""

@@ -71,11 +71,11 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def hold_lock(path: Path, instead: str) -> TextIO:
+def hold_lock(path: Path, flag: str) -> TextIO:
     """A lock file, which this process holds until it closes it or ends; it names the process.
 
-    Where there are no locks, as on some network file systems, nobody is refused. UsageError, with what to
-    do `instead`, while another process holds it.
+    Where there are no locks, as on some network file systems, nobody is refused. UsageError while another
+    process holds it; `flag` chooses another directory.
     """
     lock = path.open("a+", encoding="utf-8", errors="replace")
     try:
@@ -83,6 +83,7 @@ def hold_lock(path: Path, instead: str) -> TextIO:
     except BlockingIOError:
         lock.seek(0)
         who = lock.read() or "another process"
+        instead = f"end it first, or choose another {flag}"
         raise UsageError(f"{path.parent}: {who} is alive, and writes there; {instead}") from None
     except OSError:
         pass

@@ -12,10 +12,9 @@ CLOCKS_AGREE_S = 1.0
 
 
 def fill_goodput(r: Result, steps: Sequence[dict[str, Any]]) -> None:
-    """Fill in the use of a run's time, all attempts together, until now.
+    """Fill in the use of a run's time, all attempts together, until now; a remark if clocks contradict.
 
-    `steps` are the lines of steps.jsonl: each step once. Where the clocks of two attempts contradict each
-    other, there is a remark instead.
+    `steps` are the lines of steps.jsonl: each step once.
     """
     waiting = 0.0
     for i, (before, after) in enumerate(itertools.pairwise(r.attempts)):
@@ -26,13 +25,10 @@ def fill_goodput(r: Result, steps: Sequence[dict[str, Any]]) -> None:
         waiting += max(
             0.0, after.start - end
         )  # it may be started before the one before it has ended
-    compiled = [min(step.get("compile_s", 0.0), step["step_time_s"]) for step in steps]
-    parts = {
-        "steps": sum(step["step_time_s"] for step in steps) - sum(compiled),
-        "compile": sum(compiled),
-        "lost": sum(attempt.lost_s for attempt in r.attempts),
-        "waiting": waiting,
-    }
+    compiled = sum(min(step.get("compile_s", 0.0), step["step_time_s"]) for step in steps)
+    kept = sum(step["step_time_s"] for step in steps) - compiled
+    lost = sum(attempt.lost_s for attempt in r.attempts)
     whole = (r.attempts[-1].end or wall_clock()) - r.attempts[0].start
-    parts["other"] = whole - sum(parts.values())
-    r.metrics.time_parts_s, r.metrics.goodput = parts, parts["steps"] / whole
+    parts = {"steps": kept, "compile": compiled, "lost": lost, "waiting": waiting}
+    r.metrics.time_parts_s = parts | {"other": whole - sum(parts.values())}
+    r.metrics.goodput = kept / whole

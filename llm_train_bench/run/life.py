@@ -26,6 +26,7 @@ from llm_train_bench.run.failures import keep_error, report
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.provenance import open_result
 from llm_train_bench.run.record import RunRecord
+from llm_train_bench.run.signals import Wish
 from llm_train_bench.settings.plan import Plan
 
 # Matmul operations of a micro batch below which `--linear auto` does not spend 0.3 s on a choice.
@@ -57,7 +58,7 @@ class Run(RunRecord):
             work.cuda_graphs,
             plan.args.memory_snapshot,
         )
-        self.plan, self.start = plan, start
+        self.plan, self.start, self.wish = plan, start, Wish()
         self.counted = False
         self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
@@ -85,7 +86,7 @@ class Run(RunRecord):
         if not self.start.lock:  # it does not go on in a directory
             super().make_directory()
         self.start.open()
-        return self.start.first_step
+        return self.start.attempts[-1].first_step
 
     def choose_linear(self) -> str:
         """The library of linear layers, the same on all ranks: the one asked for, or a checkpoint's.

@@ -4,8 +4,8 @@ import contextlib
 import functools
 import gc
 import math
+import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from llm_train_bench.apply.data import MicroBatch, Validation, batches, repeatin
 from llm_train_bench.apply.optimizer import learning_rate, optimizer_step
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.sharded import reshard, sharded_modules
+from llm_train_bench.base.errors import Preempted
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import MemoryReport
 from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
@@ -26,6 +27,7 @@ from llm_train_bench.results.result_files import seconds_alive
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.profiling import NOT_OBSERVED, build_capture, observed_in, traced
+from llm_train_bench.run.signals import ENDING, ignore, signal_said
 from llm_train_bench.trace.read_trace import Trace
 
 if (
@@ -64,12 +66,12 @@ def measure(
     eval_every, m = run.plan.args.eval_every, run.result.metrics
     m.val_loss_before = evaluate()
     # Forward passes name their block themselves.
-    listening = saver.wish.listening() if saver else contextlib.nullcontext()
+    listening = run.wish.listening() if saver else contextlib.nullcontext()
     with listening, uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(schedule.start, schedule.total):
-            if saver:
-                saver.before(step)  # a stop need not wait for the window to open
+            if saver and step >= schedule.start + 2 and run.log.stop_of(step - 2):
+                save_and_stop(run, saver, step)  # a stop need not wait for the window to open
             if step == schedule.window_begin:
                 synchronize(run.device)
                 run.log.drain()
@@ -114,20 +116,32 @@ def measure(
         m.expert_rows_max_over_mean = max((n for n in fullest if n is not None), default=None)
 
 
+def save_and_stop(run: Run, saver: "Saver", step: int) -> None:
+    """Save before a step, and raise Preempted: a rank was asked to, two steps ago."""
+    if saver.last_good != step:
+        saver.save(step)
+    why = signal_said(run.wish.number) if run.wish.number else None
+    if saver.last_good != step:
+        raise Preempted(f"{why or 'a signal'}, and could not be saved")
+    ignore((*ENDING, signal.SIGUSR1))
+    with contextlib.suppress(RuntimeError):  # SLURM ends all ranks when the first has ended
+        why = next(filter(None, gather(run.ranks, why)), why)
+    raise Preempted(why or "a signal", step)
+
+
 def build_saver(run: Run, model: Any, optimizer: Optimizer | None) -> "Saver | None":
     """Load the checkpoint that a run starts from, if any. Its saver, if it saves."""
-    args, resumed = run.plan.args, run.start.checkpoint
-    initial = Path(args.init_from or "", "facts.json") if not resumed else None
-    if not (resumed or (initial and initial.exists()) or args.save_every):
+    resumed, initial, saves = run.start.checkpoint, run.start.initial, run.plan.args.save_every
+    if not (resumed or initial or saves):
         return None
     from llm_train_bench.run.checkpoint import saver  # takes a second to import
 
     if resumed and optimizer:
         saver.load(run, model, optimizer, resumed[0])
-    elif initial and initial.exists():
-        saver.load_weights(model, run.plan.work.config, initial.parent)
+    elif initial:
+        saver.load_weights(model, run.plan.work.config, initial[0])
     run.fp8.after_step(model)
-    return saver.Saver(run, model, optimizer) if optimizer and args.save_every else None
+    return saver.Saver(run, model, optimizer) if optimizer and saves else None
 
 
 def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
@@ -266,7 +280,10 @@ def build_step(
                 for parameter in parameters:
                     parameter.grad = None
         # A number of its own says whether a rank was asked to stop; one collective is for both.
-        values = torch.stack((total, saver.stop_request())) if saver else total[None]
+        values = total[None]
+        if saver:
+            asked = torch.full_like(total, run.wish.number is not None)
+            values = torch.stack((total, asked))
         average_over_ranks(values)
         if phase != OBSERVE:
             log.finish(step, phase, rate, tokens, values, norm)

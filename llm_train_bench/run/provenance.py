@@ -9,13 +9,15 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from llm_train_bench import __version__
 from llm_train_bench.base import hardware
-from llm_train_bench.base.files import CREDENTIALS, ROOT, SECRET
+from llm_train_bench.base.documents import index_path
+from llm_train_bench.base.files import CREDENTIALS, ROOT, SECRET, checksum
 from llm_train_bench.base.machine import cpu_name, installed_version, n_cores, output_of
 from llm_train_bench.compare.setting import setting_name
 from llm_train_bench.formulas.collectives import traffic
@@ -25,7 +27,15 @@ from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_
 from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect
 from llm_train_bench.results.result_files import now, this_process
 from llm_train_bench.results.schema import Attempt, Device, Fp8Info, ModelInfo, Result, StepSize
-from llm_train_bench.settings.flags import GRAPH_MODES, Args, declared, usual_values
+from llm_train_bench.settings.flags import (
+    GRAPH_MODES,
+    LEARNT,
+    Args,
+    declared,
+    flag_of,
+    of_kind,
+    usual_values,
+)
 from llm_train_bench.settings.plan import Plan, Schedule
 
 
@@ -97,6 +107,23 @@ def describe_model(config: ModelConfig) -> ModelInfo:
         config=config.raw,
         ignored_keys=list(config.unknown_keys),
     )
+
+
+def describe_training(plan: Plan) -> dict[str, str]:
+    """What must stay the same where a run goes on, by its name in messages."""
+    values, work = vars(plan.args), plan.work
+    names = *sorted(of_kind(LEARNT) - {"init_from"}), "n_steps", "warmup_steps", "pad_vocab"
+    training = {"the model": work.config.hash} | {flag_of(n): str(values[n]) for n in names}
+    training |= {"--seq-len": str(work.batch.seq_len), "--amp": work.amp}
+    training["--global-bsz"] = str(work.batch.global_batch)
+    files = {flag_of(name): values[name] for name in ("data", "val_data", "pack_lengths")}
+    files = {name: Path(path) for name, path in files.items() if path}
+    if values["pack"] and values["pack_separator"] is None:
+        files |= {f"the index of {name}": index_path(path) for name, path in files.items()}
+    for name, path in files.items():
+        if path.is_file():
+            training[name] = f"{path.stat().st_size} bytes with CRC-32 {checksum(path):08x}"
+    return training
 
 
 def describe_device(device: torch.device, ranks: int, peak_tflops: float | None) -> Device:

@@ -185,8 +185,8 @@ class Rows:
     def __init__(self, path: Path):
         self.path = path
         self.rows: dict[str, CellRow] = {}
-        other = "wait for it, or give another --output-dir"
-        self.lock = hold_lock(path.with_name("sweep.lock"), other)  # until this process ends
+        # Until this process ends.
+        self.lock = hold_lock(path.with_name("sweep.lock"), "--output-dir")
         lines = plain_text(path, 1024, errors="replace").split("\n") if path.exists() else []
         for number, line in enumerate(lines, 1):
             with contextlib.suppress(ValueError):

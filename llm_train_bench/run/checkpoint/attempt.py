@@ -16,7 +16,6 @@ from typing import Any, Literal, TextIO
 
 from pydantic import ValidationError
 
-from llm_train_bench.base.documents import index_path
 from llm_train_bench.base.errors import Finished, OwnError, UsageError
 from llm_train_bench.base.files import checksum, first_cause, hold_lock, sync_to_disk
 from llm_train_bench.base.strict import Strict, first_problem
@@ -24,8 +23,7 @@ from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main
 from llm_train_bench.results.result_files import begin_attempt, read_result, read_steps, storable
 from llm_train_bench.results.schema import Attempt, Result
-from llm_train_bench.run.provenance import default_name
-from llm_train_bench.settings.flags import LEARNT, flag_of, of_kind
+from llm_train_bench.run.provenance import default_name, describe_training
 from llm_train_bench.settings.plan import Plan
 
 FACTS, LOCK = "facts.json", "run.lock"
@@ -39,31 +37,36 @@ class Facts(Strict):
     schema_version: Literal[5] = 5
     step: int
     training: dict[str, str]
-    """What must stay the same (training_of)."""
+    """What must stay the same (provenance.describe_training)."""
     result: Result
     """Of the run until then: its config, settings and layout."""
     files: dict[str, int]
     """The CRC-32 of each."""
 
 
+def crc_of(content: Any) -> int:
+    """The CRC-32 of JSON data, whatever the order of its keys."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
 def commit(facts: Facts, directory: Path) -> None:
     """Write facts.json, with a checksum of its own, and give the checkpoint its final name."""
     content = storable(facts.model_dump(mode="json"))
-    crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    (directory / FACTS).write_text(json.dumps({"crc32": crc, "facts": content}), encoding="utf-8")
+    text = json.dumps({"crc32": crc_of(content), "facts": content})
+    (directory / FACTS).write_text(text, encoding="utf-8")
     for path in [*directory.iterdir(), directory]:
         sync_to_disk(path)
     directory.rename(directory.with_suffix(""))
     sync_to_disk(directory.parent)
-    remove_older(directory.parent)
+    for path in checkpoints_at(directory.parent)[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_facts(directory: Path) -> Facts:
     """The facts of a checkpoint whose files are as they were written; else ValueError or OSError."""
     content = parse_json(plain_text(directory / FACTS))
-    if not isinstance(content, dict) or content.keys() != {"crc32", "facts"}:
-        raise ValueError(f"{FACTS} is not of a checkpoint")
-    if zlib.crc32(json.dumps(content["facts"], sort_keys=True).encode()) != content["crc32"]:
+    content = content if isinstance(content, dict) else {}
+    if crc_of(content.get("facts")) != content.get("crc32"):
         raise ValueError(f"{FACTS} is not what was written")
     try:
         facts = Facts.model_validate(content["facts"])
@@ -91,12 +94,6 @@ def checkpoints_at(path: Path) -> list[Path]:
     return sorted((p for p in found if step_of(p) >= 0), key=step_of)
 
 
-def remove_older(checkpoints: Path) -> None:
-    """Remove the checkpoints in a directory, except the newest ones."""
-    for path in checkpoints_at(checkpoints)[:-KEPT]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def newest_good(checkpoints: Sequence[Path], refused: list[str]) -> tuple[Path, Facts] | None:
     """The last one that is as it was written; why others are not is added to `refused`."""
     for path in reversed(checkpoints):
@@ -105,23 +102,6 @@ def newest_good(checkpoints: Sequence[Path], refused: list[str]) -> tuple[Path, 
         except (OSError, ValueError) as error:
             refused.append(f"{path} cannot be used: {first_cause(error)}")
     return None
-
-
-def training_of(plan: Plan) -> dict[str, str]:
-    """What must stay the same where a run goes on, by its name in messages."""
-    values, work = vars(plan.args), plan.work
-    names = *sorted(of_kind(LEARNT) - {"init_from"}), "n_steps", "warmup_steps", "pad_vocab"
-    training = {"the model": work.config.hash} | {flag_of(n): str(values[n]) for n in names}
-    training |= {"--seq-len": str(work.batch.seq_len), "--amp": work.amp}
-    training["--global-bsz"] = str(work.batch.global_batch)
-    files = {flag_of(name): values[name] for name in ("data", "val_data", "pack_lengths")}
-    files = {name: Path(path) for name, path in files.items() if path}
-    if values["pack"] and values["pack_separator"] is None:
-        files |= {f"the index of {name}": index_path(path) for name, path in files.items()}
-    for name, path in files.items():
-        if path.is_file():
-            training[name] = f"{path.stat().st_size} bytes with CRC-32 {checksum(path):08x}"
-    return training
 
 
 @dataclasses.dataclass
@@ -133,7 +113,9 @@ class Start:
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     attempts: list[Attempt] = dataclasses.field(default_factory=list)
     checkpoint: tuple[Path, Facts] | None = None
-    """None where it starts at step 0."""
+    """Where it goes on; None where it starts at step 0."""
+    initial: tuple[Path, Facts] | None = None
+    """Where its weights are from (--init-from)."""
     notes: list[str] = dataclasses.field(default_factory=list)
     lock: TextIO | None = None
 
@@ -141,28 +123,13 @@ class Start:
         """What other ranks get: all except the lock, which rank 0 holds."""
         return vars(self) | {"lock": None}
 
-    @property
-    def checkpoints(self) -> Path:
-        """Where it saves."""
-        return self.directory / "checkpoints"
-
-    @property
-    def first_step(self) -> int:
-        """The first step that this attempt does."""
-        return self.checkpoint[1].step if self.checkpoint else 0
-
-    def take_lock(self) -> None:
-        """Keep others from writing in the directory; UsageError while one does."""
-        instead = "end it first, or choose another --run-name"
-        self.lock = self.lock or hold_lock(self.directory / LOCK, instead)
-
     def open(self) -> None:
         """Take the directory; set aside what cannot be used of the attempts before this one."""
-        self.take_lock()
-        for path in (self.directory / "errors", *self.checkpoints.glob("step-*.tmp")):
+        self.lock = self.lock or hold_lock(self.directory / LOCK, "--run-name")
+        for path in (self.directory / "errors", *self.directory.glob("checkpoints/step-*.tmp")):
             shutil.rmtree(path, ignore_errors=True)
-        for path in checkpoints_at(self.checkpoints):
-            if step_of(path) > self.first_step:
+        for path in checkpoints_at(self.directory):
+            if step_of(path) > self.attempts[-1].first_step:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
 
 
@@ -174,7 +141,7 @@ def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
     start = on_main(ranks, lambda: _find_start(plan))
     if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
         raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; set --amp")
-    left = dataclasses.replace(plan.schedule, start=start.first_step)
+    left = dataclasses.replace(plan.schedule, start=start.attempts[-1].first_step)
     return dataclasses.replace(plan, schedule=left), start
 
 
@@ -183,50 +150,51 @@ def _find_start(plan: Plan) -> Start:
     flags = plan.args
     name = flags.run_name or default_name(plan.work.config.name, vars(flags))
     saves = flags.save_every or flags.resume
-    start = Start(Path(flags.output_dir) / name, training_of(plan) if saves else {})
+    start = Start(Path(flags.output_dir) / name, describe_training(plan) if saves else {})
     if flags.init_from and (Path(flags.init_from) / FACTS).exists():
-        if not newest_good([Path(flags.init_from)], start.notes):
+        start.initial = newest_good([Path(flags.init_from)], start.notes)
+        if not start.initial:
             raise UsageError(f"--init-from {start.notes[0]}")
     goes_on = flags.resume == "auto" and start.directory.exists()
     if goes_on:
         if any(start.directory.iterdir()) and not (start.directory / LOCK).exists():
             why = "is no directory of a run; choose another --run-name"
             raise UsageError(f"{start.directory}: {why}")
-        start.take_lock()
-    if flags.resume:
-        source = start.checkpoints if flags.resume == "auto" else Path(flags.resume)
-        found = checkpoints_at(source)
-        start.checkpoint = newest_good(found, start.notes)
-        if not start.checkpoint and (found or flags.resume != "auto"):
-            why = f" ({start.notes[0]})" if start.notes else ""
-            raise UsageError(f"--resume {source}: holds no checkpoint that can be read{why}")
-    if start.checkpoint:
-        _check_same(start.checkpoint[1].training, start.training, start.checkpoint[0])
-    elif flags.resume:
-        start.notes.append(f"no checkpoint of {name}; starts from step 0")
+        start.lock = hold_lock(start.directory / LOCK, "--run-name")
+    first_step = _find_checkpoint(start, flags.resume) if flags.resume else 0
     steps = read_steps(start.directory / "steps.jsonl") if goes_on else []
     if goes_on:
-        _read_attempts(start, steps)
-    lost = (step["step_time_s"] for step in steps if step["step"] >= start.first_step)
-    start.attempts.append(begin_attempt(start.first_step, sum(lost)))
+        _read_attempts(start, steps, first_step)
+    lost = (step["step_time_s"] for step in steps if step["step"] >= first_step)
+    start.attempts.append(begin_attempt(first_step, sum(lost)))
     return start
 
 
-def _check_same(before: dict[str, str], now: dict[str, str], path: Path) -> None:
-    """UsageError, by name, for whatever would make the resumed run another training (training_of)."""
-    for name in before | now:
-        if before.get(name) != now.get(name):
-            raise UsageError(
-                f"{name} {now.get(name)}: the checkpoint {path} was trained with {before.get(name)}; "
-                "give the same"
-            )
+def _find_checkpoint(start: Start, resume: str) -> int:
+    """Find the checkpoint to go on from; its step, or 0 where there is none yet."""
+    source = start.directory if resume == "auto" else Path(resume)
+    found = checkpoints_at(source)
+    start.checkpoint = newest_good(found, start.notes)
+    if start.checkpoint is None:
+        if found or resume != "auto":
+            why = f" ({start.notes[0]})" if start.notes else ""
+            raise UsageError(f"--resume {source}: holds no checkpoint that can be read{why}")
+        start.notes.append(f"no checkpoint of {start.directory.name}; starts from step 0")
+        return 0
+    path, facts = start.checkpoint
+    for what in facts.training | start.training:
+        before, now = facts.training.get(what), start.training.get(what)
+        if before != now:
+            why = f"the checkpoint {path} was trained with {before}; give the same"
+            raise UsageError(f"{what} {now}: {why}")
+    return facts.step
 
 
-def _read_attempts(start: Start, steps: list[dict[str, Any]]) -> None:
+def _read_attempts(start: Start, steps: list[dict[str, Any]], first_step: int) -> None:
     """Add the attempts before this one. A copy is a run of its own."""
-    kept = [step["step"] for step in steps if step["step"] < start.first_step]
-    if kept != [*range(kept[0] if kept else 0, start.first_step)]:
-        start.notes.append(f"steps.jsonl lacks steps before step {start.first_step}")
+    kept = [step["step"] for step in steps if step["step"] < first_step]
+    if kept != [*range(kept[0] if kept else 0, first_step)]:
+        start.notes.append(f"steps.jsonl lacks steps before step {first_step}")
     try:
         before = read_result(start.directory / "result.json")
     except (OSError, ValueError) as error:

@@ -1,47 +1,36 @@
-"""Saving and loading a training state by torch.distributed.checkpoint, and stopping on request."""
+"""Saving and loading a training state by torch.distributed.checkpoint."""
 
 import collections
-import contextlib
 import datetime
 import errno
 import os
 import shutil
-import signal
 import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint import api, filesystem, metadata, planner
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.futures import Future
 from torch.optim import Optimizer
 
 from llm_train_bench.apply.sharded import shard_of_whole
-from llm_train_bench.base.errors import Preempted, UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import checksum, first_cause
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.weights import Shard
-from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
 from llm_train_bench.run.checkpoint.attempt import Facts, commit
 from llm_train_bench.run.failures import SAVE_S
 from llm_train_bench.run.life import Run
-from llm_train_bench.run.signals import ENDING, Wish, ignore, signal_said
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as it should
 
@@ -62,22 +51,19 @@ class Part(Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         return args[0]  # only ever detached
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        chunk = ChunkStorageMetadata(*map(torch.Size, self.shard))
+    def __create_chunk_list__(self) -> list[metadata.ChunkStorageMetadata]:
+        chunk = metadata.ChunkStorageMetadata(*map(torch.Size, self.shard))
         return [chunk] if self.local.numel() else []
 
-    def __create_write_items__(self, name: str, part: Tensor) -> list[WriteItem]:
-        properties, kind = TensorProperties.create_from_tensor(self.local), WriteItemType.SHARD
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                kind,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+    def __create_write_items__(self, name: str, part: Tensor) -> list[planner.WriteItem]:
+        properties, items = metadata.TensorProperties.create_from_tensor(self.local), []
+        for chunk in self.__create_chunk_list__():
+            index = metadata.MetadataIndex(name, chunk.offsets)
+            data = planner.TensorWriteData(chunk, properties, self.shape)
+            items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
+        return items
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> Tensor:
         return self.local
 
 
@@ -95,19 +81,15 @@ def state_tensors(model: HasWeights, state: Mapping[Any, Any]) -> dict[str, Tens
 
 def whole_state(run: Run, model: HasWeights, optimizer: Optimizer) -> dict[str, Tensor]:
     """All that training changes."""
-    scale = (
-        {f"scaler/{name}": getattr(run.scaler, name) for name in run.scaler.STATE}
-        if run.scaler
-        else {}
-    )
-    return state_tensors(model, optimizer.state) | scale
+    return state_tensors(model, optimizer.state) | (run.scaler.state() if run.scaler else {})
 
 
 def read(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors by their names from a checkpoint of any layout; UsageError for what does not fit."""
     try:
-        state_dict_loader.load({**tensors}, storage_reader=FileSystemReader(path), no_dist=True)
-    except CheckpointException as error:
+        reader = filesystem.FileSystemReader(path)
+        load_tensors({**tensors}, storage_reader=reader, no_dist=True)
+    except api.CheckpointException as error:
         raise UsageError(f"{path}: cannot be read: {cause_of(error)}") from None
 
 
@@ -130,7 +112,7 @@ def load_weights(model: HasWeights, config: ModelConfig, path: Path) -> None:
     read(path, {name: tensor for name, tensor in tensors.items() if name.partition(",")[0] in base})
 
 
-def cause_of(error: CheckpointException) -> str:
+def cause_of(error: api.CheckpointException) -> str:
     """Why the first rank failed, in one line."""
     rank, (cause, _) = min(error.failures.items())
     if not isinstance(cause, Exception):  # a signal
@@ -138,12 +120,12 @@ def cause_of(error: CheckpointException) -> str:
     return f"rank {rank}: {first_cause(cause)}"
 
 
-class Writer(FileSystemWriter):
+class StepWriter(filesystem.FileSystemWriter):
     """Writes the state before a step; when all ranks have, rank 0 gives it its final name."""
 
     def __init__(self, run: Run, step: int):
-        self.directory = run.start.checkpoints / f"step-{step:08}.tmp"
-        super().__init__(self.directory, per_thread_copy_ahead=0)
+        self.directory = run.directory / f"checkpoints/step-{step:08}.tmp"
+        super().__init__(self.directory)
         self.run, self.step, self.begin = run, step, time.perf_counter()
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
@@ -161,7 +143,7 @@ class Writer(FileSystemWriter):
         written.set_result((results, {name: checksum(self.directory / name) for name in names}))
         return written
 
-    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+    def finish(self, metadata: Any, results: list[Any]) -> None:
         """On rank 0, when all ranks have written: what is where, the losses, and the final name."""
         super().finish(metadata, [parts for parts, _ in results])
         run, m = self.run, self.run.result.metrics
@@ -180,35 +162,15 @@ class Saver:
 
     def __init__(self, run: Run, model: HasWeights, optimizer: Optimizer):
         self.run, self.model, self.optimizer = run, model, optimizer
-        self.wish = Wish()
         self.opened = run.directory.stat()
-        self.last_good = run.start.first_step or None
-        self.failed: str | None = None
-        self.group: dist.ProcessGroup | None = None
+        self.last_good = run.plan.schedule.start or None
+        self.group: Any = None
         run.result.metrics.n_checkpoints = 0
         if run.ranks.world > 1:
             timeout = datetime.timedelta(seconds=SAVE_S)
-            self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
         if run.hang:
             run.hang.save_s = SAVE_S
-
-    def stop_request(self) -> Tensor:
-        """1 where this rank was asked to stop, else 0; averaged over the ranks with a step's loss."""
-        return torch.full((), float(self.wish.number is not None), device=self.run.device)
-
-    def before(self, step: int) -> None:
-        """Stop here if some rank was asked to two steps ago; that step's event has long passed."""
-        if step < self.run.plan.schedule.start + 2 or not self.run.log.stop_of(step - 2):
-            return
-        if self.last_good != step:
-            self.save(step)
-        why = signal_said(self.wish.number) if self.wish.number else None
-        if self.last_good != step:
-            raise Preempted(f"{why or 'a signal'}, and could not be saved: {self.failed}")
-        ignore((*ENDING, signal.SIGUSR1))
-        with contextlib.suppress(RuntimeError):  # SLURM ends all ranks when the first has ended
-            why = next(filter(None, gather(self.run.ranks, why, self.group)), why)
-        raise Preempted(why or "a signal", step)
 
     def after(self, step: int) -> None:
         """Save if it is time to."""
@@ -218,7 +180,7 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Save the state before step number `step`; what fails is a remark, and the run goes on."""
-        run, writer, m = self.run, Writer(self.run, step), self.run.result.metrics
+        run, writer, m = self.run, StepWriter(self.run, step), self.run.result.metrics
         if not os.path.samestat(run.directory.stat(), self.opened):  # another run may have the name
             raise FileNotFoundError(errno.ENOENT, "was moved", str(run.directory))
         run.end_steps()
@@ -226,14 +188,14 @@ class Saver:
         run.log.pause()
         try:
             state = whole_state(run, self.model, self.optimizer)
-            state_dict_saver.save(state, storage_writer=writer, process_group=self.group)
+            save_tensors(state, storage_writer=writer, process_group=self.group)
             self.last_good = step
-        except CheckpointException as error:
-            self.failed = f"step {step} was not saved: {cause_of(error)}"
-            run.result.remark(self.failed)
+        except api.CheckpointException as error:
+            why = f"step {step} was not saved: {cause_of(error)}"
+            run.result.remark(why)
             if run.ranks.main:
                 shutil.rmtree(writer.directory, ignore_errors=True)
-                say(self.failed)
+                say(why)
         if run.plan.schedule.window_begin < step < run.plan.schedule.window_end:
             m.window_saves = (m.window_saves or 0) + 1
         run.log.start()
