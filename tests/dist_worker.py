@@ -24,7 +24,6 @@ import itertools
 import json
 import os
 import re
-import threading
 import time
 import types
 import weakref
@@ -61,6 +60,7 @@ from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
 from llm_train_bench.parallel.layout import Gradients, RankLayout
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather, join, leave
 from llm_train_bench.run.checkpoint import saver
+from llm_train_bench.run.checkpoint.saver import load
 from llm_train_bench.run.launch import train_planned
 from llm_train_bench.run.loop import validation_loss
 from tests.faults import KEEP_ALL, whole_state
@@ -127,7 +127,7 @@ class Traffic(TorchDispatchMode):
         self.bytes, self.calls, self.waits, self.events = Counter(), Counter(), 0, []
         self.held, self.kernels = {}, 0
         self.most_held, self.looking = 0, True
-        self.model, self.gradients = None, {}
+        self.model, self.gradients, self.loads = None, {}, False
 
     def built(self, model, *args):
         """Stands in for build_optimizer: by then the model exists."""
@@ -139,6 +139,12 @@ class Traffic(TorchDispatchMode):
         self.model = model
         return optimizer
 
+    def load(self, *args) -> None:
+        """Stands in for that of saver.py, whose step makes the optimizer's state."""
+        self.loads = True
+        self.unseen(load)(*args)
+        self.loads = False
+
     def fill_normal(self, *args) -> None:
         """Stands in for that of model/init.py, whose temporary tensors have a size of their own."""
         looking, self.looking = self.looking, False
@@ -149,8 +155,6 @@ class Traffic(TorchDispatchMode):
         """The function, whose collectives are not counted: it is no part of a step."""
 
         def called(*args, **options):
-            if threading.current_thread() is not threading.main_thread():
-                return function(*args, **options)  # a save's, which is not seen
             before = self.bytes.copy(), self.calls.copy()
             value = function(*args, **options)
             self.bytes, self.calls = before
@@ -170,7 +174,7 @@ class Traffic(TorchDispatchMode):
 
     def at_step(self, model, optimizer) -> None:
         """Keep the first step's gradients; of a resumed run what was loaded."""
-        if self.gradients:
+        if self.gradients or self.loads:
             return
         named = dict(model.weights())
         if not optimizer.state:
@@ -362,7 +366,7 @@ def differing_after_load(ranks, directory: Path) -> list[str]:
     flags = ["--dp-replicate", "2"] if ranks.world == 4 else []
     model, optimizer = sharded(ranks, "--amp", "off", *flags, seq_len=32)
     run = mock.MagicMock(ranks=ranks, device=CPU, scaler=None)
-    saver.load(run, model, optimizer, directory)
+    load(run, model, optimizer, directory)
     stored = whole_state(directory)
     loaded = {
         name.partition(",")[0]: (tensor.local, tensor.shard.slices) if tensor.ndim else (tensor, ())
@@ -428,6 +432,8 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 KEEP_ALL,
                 mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),
                 mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),
+                mock.patch.object(saver, "load", traffic.load),
+                mock.patch.object(saver.Saver, "save", traffic.unseen(saver.Saver.save)),
                 # torch 2.15 sends objects by the collectives of tensors.
                 *(
                     mock.patch.object(place, name, traffic.unseen(getattr(place, name)))

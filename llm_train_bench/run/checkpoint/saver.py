@@ -96,11 +96,12 @@ def read(path: Path, tensors: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def load(run: Run, model: HasWeights, optimizer: Optimizer, path: Path) -> None:
     """Set all that training changes from a checkpoint of any layout."""
-    for _, parameter in model.weights():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
+    learnt = [parameter for _, parameter in model.weights() if parameter.requires_grad]
+    for parameter in learnt:
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # makes its state; what it changes is read
-    optimizer.zero_grad()
+    for parameter in learnt:
+        parameter.grad = None
     read(path, whole_state(run, model, optimizer))
 
 
