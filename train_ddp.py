@@ -47,7 +47,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     plan, start = resolve_start(plan, ranks)
     with Run(plan, start, device, ranks, fp8, kernel) as run:
         apply_weight_formats(model, work)
-        apply_kernels(model, work, run.choose_linear())
+        apply_kernels(model, work)
         apply_recompute(model, work.recompute, fp8, work.compiled)
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_offload(model, work.offload, device)

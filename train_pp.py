@@ -48,9 +48,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     plan, start = resolve_start(plan, ranks)
     with Run(plan, start, device, ranks, fp8, kernel) as run:
         meshes = layout.connect(device, args.dist_timeout)
-        linear = run.choose_linear()
         for stage in model.stages:
-            apply_kernels(stage, work, linear)
+            apply_kernels(stage, work)
             apply_recompute(stage, work.recompute, fp8, work.compiled)
             apply_compile(stage, work.compile_mode)
             apply_offload(stage, work.offload, device)

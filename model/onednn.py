@@ -1,22 +1,16 @@
 """Linear layers in fp32 by oneDNN on a CPU (--linear onednn).
 
 PyTorch takes MKL, which is half as fast on AMD's CPUs. oneDNN's operator belongs to Inductor's
-inference, and has no gradient. Here are one with a gradient, the layer that uses it, and the choice.
+inference, and has no gradient. Here are one with a gradient, and the layer that uses it.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
-
-import time
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from llm_train_bench.model.loss import LinearCrossEntropy, plain_times
 from llm_train_bench.model.operators import OwnFunction, operator
-
-# The part of a step's matmul time that oneDNN must save to be taken.
-LEAST_GAIN = 0.03
 
 
 def available() -> bool:
@@ -86,27 +80,3 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     swaps = not a.is_contiguous() and a.shape[0] > b.shape[0]
     result = onednn_linear(b, a, None).t() if swaps else onednn_linear(a, b, None)
     return result if out is None else out.copy_(result)
-
-
-def faster_linear(shapes: Mapping[tuple[int, ...], int], rows: int, seconds: float = 0.3) -> str:
-    """`onednn` or `plain`: what is faster for so many layers (N, K) each, with an input of so many rows.
-
-    Parts of them are timed in turn, forward and both gradients, in about `seconds` altogether.
-    """
-    pairs, ways = shapes if available() else {}, {"plain": plain_times, "onednn": product}
-    total = dict.fromkeys(ways, 0.0)
-    for (N, K), count in pairs.items():
-        m, k = min(rows, 256), min(K, 1024)
-        n = min(N, 2**20 // k)  # some ms
-        x, w, g = torch.ones(m, k), torch.ones(n, k), torch.ones(m, n)
-        least, end = dict.fromkeys(ways, float("inf")), time.perf_counter() + seconds / len(pairs)
-        for _ in range(8):
-            for name, times in ways.items():
-                start = time.perf_counter()
-                for left, right in ((x, w), (g, w.t()), (g.t(), x.t())):
-                    times(left, right)
-                least[name] = min(least[name], time.perf_counter() - start)
-            if time.perf_counter() > end:
-                break
-        total = {name: total[name] + least[name] * count * N * K / n / k for name in ways}
-    return "onednn" if total["onednn"] < (1 - LEAST_GAIN) * total["plain"] else "plain"

@@ -63,7 +63,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             kernel = work.attention._replace(masked="pieces")
             model = Transformer(work.config, work.batch.seq_len, kernel, True, even, layers)
         apply_weight_formats(model, work)
-        apply_kernels(model, work, "plain")
+        apply_kernels(model, work)
         apply_recompute(model, work.recompute)
         apply_offload(model, work.offload, CPU, _Elsewhere())
         if work.fsdp:

@@ -5,14 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from llm_train_bench.base import machine
 from llm_train_bench.model import block_attention, onednn
 from llm_train_bench.model.block_attention import attend_in_blocks
-from llm_train_bench.model.config import load_config
 from llm_train_bench.model.layers import gelu_tanh
 from llm_train_bench.model.loss import LinearCrossEntropy
-from llm_train_bench.run.checkpoint.attempt import read_facts
 from tests import helpers
-from tests.helpers import FAMILIES, plan_of, read_steps, trained, words
+from tests.helpers import FAMILIES, plan_of, trained, words
 
 needs_onednn = pytest.mark.skipif(not onednn.available(), reason="a PyTorch without oneDNN")
 SHAPES = [(1, 1, 1), (3, 7, 5), (33, 48, 80), (130, 257, 64), (64, 80, 1024)]
@@ -174,60 +173,22 @@ def test_who_takes_blocks_and_onednn(tmp_path):
     assert plan(tmp_path, *short, platform="nvidia").work.attention.causal == "auto"
     assert plan(tmp_path, *short, attn_pdrop=0.1).work.attention.causal == "auto"
     assert plan(tmp_path, *long, "--attention", "blocks", **wide).work.attention.causal == "blocks"
-    assert plan(tmp_path, *short).work.linear == "auto"
+    assert plan(tmp_path, *short).work.linear == "plain"
     assert plan(tmp_path).work.linear is None  # bf16; refusals are in tests/records/refusals.txt
 
 
 @needs_onednn
-@pytest.mark.parametrize(
-    ("layers", "narrow_s", "library"),
-    [({8: 1}, 0.96, "onednn"), ({8: 1}, 0.98, "plain"), ({8: 1}, 1.5, "plain"),
-     ({8: 1, 16: 1}, 0.5, "plain"), ({8: 9, 16: 1}, 0.5, "onednn")],
-)  # fmt: skip
-def test_the_library_is_the_faster_one_over_all_layers(layers, narrow_s, library, monkeypatch):
-    """A gain under 3 % is none. PyTorch takes 1 s, oneDNN `narrow_s` for 8 outputs and 4 s for 16."""
-    clock = [0.0]
-
-    def spend(seconds):
-        clock[0] += seconds
-
-    theirs = lambda a, b: spend(4.0 if 16 in (*a.shape, *b.shape) else narrow_s)  # noqa: E731
-    monkeypatch.setattr(onednn, "product", theirs)
-    monkeypatch.setattr(onednn, "plain_times", lambda a, b: spend(1.0))
-    monkeypatch.setattr(onednn.time, "perf_counter", lambda: clock[0])
-    assert onednn.faster_linear({(n, 8): count for n, count in layers.items()}, 64) == library
-
-
-@needs_onednn
-def test_a_resumed_run_keeps_the_library_and_the_bits(tmp_path, monkeypatch):
-    """The choice is timed once; what was stored is taken, whatever is faster now or too short to time."""
+def test_long_steps_on_a_cpu_of_amd_are_by_onednn(tmp_path, monkeypatch):
+    flags = words("--device cpu --amp off --bsz 2 --seq-len 32 --warmup-steps 1 --n-steps 2")
     config = helpers.write_config(tmp_path, FAMILIES["gpt2"])
-    flags = words(config, "--device cpu --amp off --bsz 2 --seq-len 32 --warmup-steps 1")
-    flags += words("--n-steps 5 --save-every 3 --no-tensorboard")
-    small, choice = (f"llm_train_bench.run.life.{x}" for x in ("SMALL_STEP", "faster_linear"))
-    monkeypatch.setattr(small, 0)
-    timed = {}
-    monkeypatch.setattr(choice, lambda shapes, rows: timed.update(shapes) or "onednn")
-    whole = trained(tmp_path, flags, "--run-name whole")
-    model = load_config(config)
-    head = {(model.padded_vocab_size, model.hidden_size): 1}
-    shapes = [weight.shape for weight in model.linear_layers(0)]
-    assert timed == dict.fromkeys(shapes, model.num_hidden_layers) | head
-    assert whole["linear"] == "onednn"
-    assert whole["observed"]["paths"]["linear layers"] == "onednn"
-    saved = tmp_path / "whole/checkpoints/step-00000003"
-    assert read_facts(saved).result.linear == "onednn"
-    monkeypatch.setattr(choice, lambda *_: "plain")
-    monkeypatch.setattr(small, 1e99)
-    out = tmp_path / "again"
-    assert trained(out, flags, "--run-name rest --resume", saved)["linear"] == "onednn"
-    assert read_steps(out)[-1]["loss"] == read_steps(tmp_path)[-1]["loss"]
-    new = trained(tmp_path / "new", flags, "--run-name new")
-    assert new["linear"] is None  # nothing was chosen, or is kept
-    assert read_facts(tmp_path / "new/new/checkpoints/step-00000003").result.linear is None
-    # A choice against oneDNN tried it, and names it nowhere.
-    monkeypatch.undo()
-    monkeypatch.setattr(small, 0)
-    monkeypatch.setattr(onednn, "LEAST_GAIN", 1.0)
-    real = trained(tmp_path / "real", flags, "--run-name real")
-    assert real["linear"] == "plain" and "linear layers" not in real["observed"]["paths"]
+    for name, least, library in (
+        ("AMD EPYC", 0, "onednn"),
+        ("AMD EPYC", 1e99, "plain"),
+        ("Xeon", 0, "plain"),
+    ):
+        monkeypatch.setattr(machine, "_processor", lambda name=name: (name, set()))
+        monkeypatch.setattr("llm_train_bench.settings.plan.LONG_STEP", least)
+        result = trained(tmp_path / f"{name}{least}", config, flags)
+        assert result["linear"] == library
+        paths = result["observed"]["paths"]
+        assert paths.get("linear layers", "plain") == library

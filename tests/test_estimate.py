@@ -102,9 +102,8 @@ def test_the_aligned_copy_of_the_heads_weight_is_counted_on_a_gpu(flags, numbers
 
 
 def test_a_chunks_product_by_onednn_is_counted():
-    """MKL adds to the sum inside the matmul; whether it is taken is known in the run alone."""
-    work = work_of("gpt2-125m.json --amp off --bsz 16", platform="cpu")
-    assert work.linear == "auto"
+    """MKL adds to the sum inside the matmul."""
+    work = work_of("gpt2-125m.json --amp off --bsz 16 --linear onednn", platform="cpu")
     plain = dataclasses.replace(work, linear="plain")
     with_product, without = (estimate_memory(w, fused_norm=False).logits for w in (work, plain))
     assert with_product - without == 4 * 50257 * 768

@@ -22,13 +22,13 @@ def test_these_are_the_values_on_every_machine():
     few = [0.519, -0.7147, -0.3639]
     assert values(3).tolist() == pytest.approx(few, abs=1e-4)
     digest = hashlib.sha256(values(100_001, "7/blocks.0.mlp.up", 0.02).numpy().tobytes())
-    assert digest.hexdigest()[:16] == "7f3b52597d2aeace"
+    assert digest.hexdigest()[:16] == "16e1d74f49a2f666"
 
 
 def test_quantiles_are_those_of_the_normal_distribution():
     exact, ours = statistics.NormalDist(), quantiles()
     for i in (0, 1, 100, 32767, 32768, 50000, 65535):
-        assert ours[i].item() == pytest.approx(exact.inv_cdf((i + 0.5) / 2**16), abs=5e-5)
+        assert ours[i].item() == pytest.approx(exact.inv_cdf((i + 0.5) / 2**16), abs=1e-10)
     assert torch.equal(ours, -ours.flip(0)) and (ours.diff() > 0).all()
 
 

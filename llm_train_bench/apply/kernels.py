@@ -10,7 +10,7 @@ from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.onednn import use_onednn
+from llm_train_bench.model.onednn import available, use_onednn
 from llm_train_bench.model.piece_attention import piece_kernel
 from llm_train_bench.model.transformer import Transformer
 
@@ -40,11 +40,16 @@ def select_attention(work: Work, device: torch.device) -> str | None:
     return "blocks" if kernel.causal == "blocks" else _chosen_kernel(work, device)
 
 
-def apply_kernels(model: Transformer, work: Work, linear: str) -> None:
-    """Let a model use the kernels and sizes asked for and the chosen library; after apply_fp8."""
-    key_compiled_code(bool(work.fp8 and work.fp8.emulated), linear)
+def apply_kernels(model: Transformer, work: Work) -> None:
+    """Let a model use the kernels, sizes and library of the plan; after apply_fp8.
+
+    UsageError where this PyTorch lacks oneDNN.
+    """
+    key_compiled_code(bool(work.fp8 and work.fp8.emulated), work.linear or "plain")
     model.loss.chunk_elements = work.chunk_elements
-    if linear == "onednn":
+    if work.linear == "onednn":
+        if not available():
+            raise UsageError("linear layers by oneDNN: this PyTorch has none; use --linear plain")
         use_onednn(model)
 
 

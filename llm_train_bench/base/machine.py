@@ -74,6 +74,11 @@ def cpu_multiplies(number_format: str) -> bool:
     return bool(MULTIPLY[number_format] & _processor()[1])
 
 
+def made_by_amd() -> bool:
+    """Whether the CPU is one of AMD's."""
+    return "AMD" in _processor()[0]
+
+
 def _processor() -> tuple[str, set[str]]:
     """Model name and flags of the first processor, as Linux lists them; `CPU` and none elsewhere."""
     pairs = []

@@ -328,7 +328,7 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     summed = (4 if several or not sizes.root_gathered else w) * sizes.vocabulary
     if several:
         # From the second chunk on, a chunk's product with the hidden states is added to the sum.
-        product = 2 if w == 2 else 4 * (work.linear in ("auto", "onednn"))
+        product = 2 if w == 2 else 4 * (work.linear == "onednn")
         logits = max(logits, w * chunk + product * sizes.vocabulary)
     else:
         # When the sum is made, only the gradient of the logits is left.

@@ -5,18 +5,14 @@ import faulthandler
 import math
 import os
 import time
-from collections import Counter
 
 import torch
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
-from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.flops import step_flops_per_token
-from llm_train_bench.formulas.work import block_parameters
-from llm_train_bench.model.onednn import available, faster_linear
 from llm_train_bench.model.operators import taken
-from llm_train_bench.parallel.ranks import Ranks, broken_group, on_main, tell_launcher
+from llm_train_bench.parallel.ranks import Ranks, broken_group, tell_launcher
 from llm_train_bench.results.console import print_header, say
 from llm_train_bench.results.figures import fill_flop_metrics
 from llm_train_bench.results.goodput import fill_goodput
@@ -28,9 +24,6 @@ from llm_train_bench.run.provenance import open_result
 from llm_train_bench.run.record import RunRecord
 from llm_train_bench.run.signals import Wish
 from llm_train_bench.settings.plan import Plan
-
-# Matmul operations of a micro batch below which `--linear auto` does not spend 0.3 s on a choice.
-SMALL_STEP = 2e10
 
 
 class Run(RunRecord):
@@ -87,27 +80,6 @@ class Run(RunRecord):
             super().make_directory()
         self.start.open()
         return self.start.attempts[-1].first_step
-
-    def choose_linear(self) -> str:
-        """The library of linear layers, the same on all ranks: the one asked for, or a checkpoint's.
-
-        Otherwise rank 0 times both, if a step is long. The result and checkpoints hold what was asked
-        for or chosen. UsageError where this PyTorch lacks oneDNN.
-        """
-        work, found = self.plan.work, self.start.checkpoint
-        small = 6 * sum(block_parameters(work.config)) * work.batch.micro_tokens < SMALL_STEP
-        way = (found and found[1].result.linear) if work.linear == "auto" else work.linear
-        if work.linear == "auto" and way is None and not small:
-            config = work.config
-            blocks = (config.linear_layers(i) for i in work.layers)
-            shapes = [weight.shape for block in blocks for weight in block]
-            shapes = Counter([*shapes, (config.padded_vocab_size, config.hidden_size)])
-            way = on_main(self.ranks, lambda: faster_linear(shapes, work.own_tokens))
-        if way == "onednn" and not available():
-            raise UsageError("linear layers by oneDNN: this PyTorch has none; use --linear plain")
-        taken.clear()  # timing is no step
-        self.result.linear = way
-        return way or "plain"
 
     def begin_micro_step(self, step: int) -> None:
         """The host begins a micro batch; those of the first two steps may compile for long."""

@@ -77,6 +77,7 @@ def open_result(
         batch=StepSize(**{name: getattr(work.batch, name) for name in StepSize.model_fields}),
         fp8=fp8,
         attention_kernel=attention_kernel,
+        linear=work.linear,
         writer=this_process(),
         run_id=run_id,
         attempts=attempts,

@@ -438,7 +438,11 @@ def usual_values() -> dict[str, Any]:
 
 # Flags that are gone, with their last defaults. A result that has one at its default is like any other;
 # at another value it is a setting that nobody can repeat. `...`: the flag was of kind OUTPUT.
-REMOVED: dict[str, Any] = {
+GONE_OUTPUT = """
+max_restarts no_fit_check nsys_ranks on_nan peak_fp8_tflops profile_attention profile_shapes
+profile_stacks profile_start resume_anyway sample save_dir save_keep save_timeout
+""".split()
+REMOVED: dict[str, Any] = dict.fromkeys(GONE_OUTPUT, ...) | {
     "beta1": 0.9,
     "beta2": 0.95,
     "ddp_mode": "bucketed",
@@ -447,24 +451,10 @@ REMOVED: dict[str, Any] = {
     "fused_backward": False,
     "grad_compression": "off",
     "lora_base": "auto",
-    "max_restarts": ...,
     "mtp": None,
-    "no_fit_check": ...,
-    "nsys_ranks": ...,
     "numa": False,
-    "on_nan": ...,
-    "peak_fp8_tflops": ...,
     "pp_schedule": "auto",
     "prefetch": 1,
-    "profile_attention": ...,
-    "profile_shapes": ...,
-    "profile_stacks": ...,
-    "profile_start": ...,
-    "resume_anyway": ...,
-    "sample": ...,
-    "save_dir": ...,
-    "save_keep": ...,
-    "save_timeout": ...,
     "val_batches": 8,
 }
 # Values that a flag had before its type changed, and what they are now. Others stay, and nobody can

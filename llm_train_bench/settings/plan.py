@@ -14,7 +14,13 @@ from typing import Literal
 
 from llm_train_bench.base.documents import Packing, count_lengths, make_packing
 from llm_train_bench.base.errors import DoesNotFit, UsageError
-from llm_train_bench.base.machine import MULTIPLY, SLOW_FORMAT, Platform, cpu_multiplies
+from llm_train_bench.base.machine import (
+    MULTIPLY,
+    SLOW_FORMAT,
+    Platform,
+    cpu_multiplies,
+    made_by_amd,
+)
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.work import (
     Batch,
@@ -25,6 +31,7 @@ from llm_train_bench.formulas.work import (
     Recompute,
     Work,
     alike,
+    block_parameters,
 )
 from llm_train_bench.model.attention_kernel import AttentionKernel
 from llm_train_bench.model.chunks import chunk_elements
@@ -55,6 +62,8 @@ PROFILER_WARMUP = 2
 RESUME_WARMUP = 5
 # Seconds after which a GPU's clocks are those of a long run.
 GPU_WARMUP_S = 10.0
+# Matmul operations of a micro batch from which `--linear auto` may take oneDNN.
+LONG_STEP = 2e10
 # Numbers in the 16 bytes that a grouped matmul loads at a time.
 ROW_UNITS = {"off": 4, "bf16": 8, "fp16": 8}
 # The parts of a block that are Transformer Engine's modules.
@@ -524,9 +533,10 @@ def choose_attention_kernel(name: str, work: Work, platform: Platform) -> Attent
 
 
 def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
-    """`te`, `plain`, `onednn`, or `auto` where the run is to time both; None where there is no choice.
+    """`te`, `plain` or `onednn`; None where there is no choice.
 
-    UsageError where the library asked for cannot serve.
+    `auto` is oneDNN in long steps on AMD's CPUs: PyTorch takes MKL, which is half as fast there
+    (docs/SPEED.md). UsageError where the library asked for cannot serve.
     """
     if name == "te":
         refuse_te(work.config, "--linear te")
@@ -536,6 +546,9 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
     able = platform == "cpu" and work.amp == "off"
     if name == "onednn" and not able:
         raise UsageError("--linear onednn: is for fp32 on a CPU; use --device cpu --amp off")
+    if name == "auto":
+        operations = 6 * sum(block_parameters(work.config)) * work.batch.micro_tokens
+        name = "onednn" if operations > LONG_STEP and made_by_amd() else "plain"
     return name if able else None
 
 
