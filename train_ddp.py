@@ -56,7 +56,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         optimizer = replica_optimizer(model, plan.optimizer, work, device)
         saver = loop.build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, ranks.rank)
-        micro_batches = batches(data, samples, device, args.n_workers)
+        micro_batches = batches(data, samples, device)
         passes = loop.build_passes(run, ddp, micro_batches, ddp.no_sync)
         step = loop.build_step(run, ddp, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)

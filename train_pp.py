@@ -58,7 +58,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         optimizer = build_optimizer(model, plan.optimizer)
         saver = loop.build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, layout.data_rank)
-        micro_batches = batches(data, samples, device, args.n_workers)
+        micro_batches = batches(data, samples, device)
         passes = loop.build_pipelined_passes(run, model, micro_batches)
         step = loop.build_step(run, model, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)

@@ -335,7 +335,7 @@ def test_dropout_draws_other_numbers_in_each_step(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags", [
     ["--amp", "fp16"], ["--optimizer", "sgd", "--grad-acc-steps", "2", "--sac-freq", "1/2"],
-    ["--data", "x.bin", "--val-data", "x.bin", "--n-workers", "1", "--pack"],
+    ["--data", "x.bin", "--val-data", "x.bin", "--pack"],
 ])  # fmt: skip
 def test_a_run_in_two_pieces_is_the_run_in_one(flags, tmp_path, monkeypatch):
     """fp16 whose scale moves, accumulation, and documents that the pieces meet in the middle of."""

@@ -1,7 +1,6 @@
 """Token files and the batches made of them."""
 
 import gzip
-import time
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.settings.plan import Schedule
-from tests.helpers import config, only_result, train_main, words
+from tests.helpers import config, words
 from tests.helpers import plan_of as plan_for
 
 CPU = torch.device("cpu")
@@ -103,13 +102,12 @@ def test_epochs_differ_and_seeds_differ(counting_file):
     assert order(0, 1) == order(0, 1)
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-def test_a_later_step_needs_no_earlier_one_and_workers_change_none(n_workers, counting_file):
+def test_a_later_step_needs_no_earlier_one(counting_file):
     """The position is resumable: samples are a function of their number."""
     plan = plan_of(20, 2, 4)
     whole, fresh = (FileTokens(str(counting_file), 1000, 4, 37, 0) for _ in range(2))
     through = list(batches(whole, plan, CPU))
-    late = list(batches(fresh, plan[30:], CPU, n_workers=n_workers))
+    late = list(batches(fresh, plan[30:], CPU))
     pairs = [[batch[:2] for batch in each] for each in (late, through[30:])]
     torch.testing.assert_close(*pairs, rtol=0, atol=0)
 
@@ -259,13 +257,3 @@ def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     plan = plan_for(flags, config=config("llama", vocab_size=50, pad_token_id=None))
     _, (_, firsts) = data.open_data(plan.args, plan.work, 10, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]
-
-
-def test_a_full_shared_memory_is_named(tmp_path, monkeypatch, capsys):
-    write_tokens(tmp_path / "x.bin", [np.arange(5000) % 256], 256)
-    monkeypatch.setattr(data, "WORKER_TIMEOUT_S", 1)
-    monkeypatch.setattr(data.FileTokens, "__getitem__", lambda self, first: time.sleep(60))
-    flags = "configs/gpt2-tiny.json --seq-len 16 --device cpu --n-workers 1 --no-tensorboard --data"
-    assert train_main(words(flags, tmp_path / "x.bin", "--output-dir", tmp_path / "r")) == 2
-    assert "--n-workers 1: no data from them in 1 s" in capsys.readouterr().err
-    assert "give /dev/shm more memory" in only_result(tmp_path / "r")["error"]

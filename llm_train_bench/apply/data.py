@@ -1,18 +1,16 @@
 """Batches of tokens, as a pure function of the seed and the number of the sample.
 
-Sample s is the same whatever the number of ranks, accumulation steps or workers, and needs no state:
+Sample s is the same whatever the number of ranks or accumulation steps, and needs no state:
 a run that continues at step k asks for the samples of step k.
 """
 
 import itertools
-import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from llm_train_bench.base.documents import Packing, make_packing, starts_of
 from llm_train_bench.base.errors import UsageError
@@ -62,7 +60,7 @@ def hash_ids(counter: Tensor, seed: int) -> Tensor:
     return (h ^ (h >> 16)) >> 1
 
 
-class FileTokens(Dataset):
+class FileTokens:
     """Windows of seq_len + 1 tokens of a .bin file, in a new random order every epoch."""
 
     packing: Packing | None = None
@@ -120,7 +118,6 @@ class MicroBatch(NamedTuple):
         return 1.0 if self.documents is None else self.documents.weight
 
 
-WORKER_TIMEOUT_S = 120.0  # without data from a data loading process
 # Validation data: where the micro batches come from, and their first samples.
 Validation = tuple[FileTokens, range]
 VAL_BATCHES = 8  # micro batches of a validation loss
@@ -167,20 +164,6 @@ def sample_plan(schedule: Schedule, batch: Batch, data_rank: int = 0) -> range:
     return range(begin + first, end + first, micro)
 
 
-def _loaded(loader: DataLoader) -> Iterator[Tensor]:
-    """Batches from data loading processes, which use shared memory, and hang if that is full."""
-    try:
-        yield from loader
-    except RuntimeError as error:
-        if "DataLoader" not in str(error):
-            raise
-        raise UsageError(
-            f"--n-workers {loader.num_workers}: no data from them in {WORKER_TIMEOUT_S:g} s or one died "
-            f"({str(error).splitlines()[0]}); give /dev/shm more memory (docker run --shm-size 8g), or "
-            "use 0"
-        ) from None
-
-
 def repeating_last(items: Iterator) -> Iterator:
     """All items, then the last one for ever: for a step that is only observed."""
     last = None
@@ -189,32 +172,16 @@ def repeating_last(items: Iterator) -> Iterator:
     yield from itertools.repeat(last)
 
 
-def _ignore_signals(worker: int) -> None:
-    """A data worker ends with its rank, which may go on for a save after a signal to all of them."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def batches(
-    source: Source, plan: range, device: torch.device, n_workers: int = 0
-) -> Iterator[MicroBatch]:
+def batches(source: Source, plan: range, device: torch.device) -> Iterator[MicroBatch]:
     """Micro batches of the plan on the device."""
     if isinstance(source, SyntheticTokens):
         rows = source.micro_batches(plan)
     else:
         rows = (source[first] for first in plan)
-    pin = device.type == "cuda"
-    if n_workers and isinstance(source, FileTokens):
-        options = {"batch_size": None, "sampler": plan, "pin_memory": pin}
-        options |= {"num_workers": n_workers, "timeout": WORKER_TIMEOUT_S}
-        options |= {"worker_init_fn": _ignore_signals}
-        # With a separate generator dropout draws the same numbers.
-        rows = _loaded(DataLoader(source, generator=torch.Generator(), **options))
     step, weight = range(0), 1.0
     for first, ids in zip(plan, rows, strict=False):
         if ids.device.type != device.type:
-            ids = ids if ids.is_pinned() else ids.pin_memory()
-            ids = ids.to(device, non_blocking=True)
+            ids = ids.pin_memory().to(device, non_blocking=True)
         inputs, labels = ids[:, :-1], ids[:, 1:]
         if source.packing is None:
             yield MicroBatch(inputs, labels)

@@ -9,7 +9,6 @@ import platform
 import re
 import secrets
 import shutil
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -87,8 +86,6 @@ def hold_lock(path: Path, flag: str) -> TextIO:
         raise UsageError(f"{path.parent}: {who} is alive, and writes there; {instead}") from None
     except OSError:
         pass
-    inherited = weakref.ref(lock)  # data workers may live longer than this process
-    os.register_at_fork(after_in_child=lambda: (file := inherited()) and file.close())
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {platform.node()}")
     lock.flush()

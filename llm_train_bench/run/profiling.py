@@ -223,41 +223,24 @@ def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
     stack.callback(run.log.watchers.remove, draw)
     for part in (m for m in model.modules() if isinstance(m, Transformer)):  # stages of a pipeline
         for layer, block in part.blocks.items():
-            _draw_forward(stack, block, f"blocks.{layer}", draw)
+            _draw(stack, draw, f"blocks.{layer}", block, "forward")
+            _draw(stack, draw, f"blocks.{layer} backward", block, "full_backward")
         if part.last:
-            _draw_forward(stack, part.loss, "loss", draw)
-        _draw_backward(stack, part, draw)
+            _draw(stack, draw, "loss", part.loss, "forward")
     return stack
 
 
-def _draw_forward(stack: contextlib.ExitStack, module: nn.Module, name: str, draw: Draw) -> None:
+def _draw(
+    stack: contextlib.ExitStack, draw: Draw, name: str, module: nn.Module, passes: str
+) -> None:
+    """Draw a module's `forward` or `full_backward` passes, by the hooks of these names."""
     running = contextlib.ExitStack()
 
     def enter(*_) -> None:
         running.enter_context(draw(name))
 
-    stack.callback(module.register_forward_pre_hook(enter).remove)
-    stack.callback(module.register_forward_hook(lambda *_: running.close()).remove)
-
-
-def _draw_backward(stack: contextlib.ExitStack, transformer: Transformer, draw: Draw) -> None:
-    """Backward of a block: from its output's gradient to that of the previous block's output."""
-    running = contextlib.ExitStack()
-
-    def switch(name: str | None) -> None:
+    def leave(*_) -> None:
         running.close()
-        if name:
-            running.enter_context(draw(name))
 
-    def watch(tensor: Any, name: str | None) -> None:
-        if tensor.requires_grad:
-            tensor.register_hook(lambda grad: switch(name))
-
-    first = next(iter(transformer.blocks.values()))
-    first = first.register_forward_pre_hook(lambda module, args: watch(args[0], None))
-    stack.callback(first.remove)
-    for layer, block in transformer.blocks.items():
-        hook = block.register_forward_hook(
-            lambda module, args, output, layer=layer: watch(output, f"blocks.{layer} backward")
-        )
-        stack.callback(hook.remove)
+    stack.callback(getattr(module, f"register_{passes}_pre_hook")(enter).remove)
+    stack.callback(getattr(module, f"register_{passes}_hook")(leave).remove)

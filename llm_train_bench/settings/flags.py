@@ -240,7 +240,6 @@ class DataFlags:
     pack_separator: Id of the token that ends each document of a token file, instead of an index.
     val_data: A .bin file for a validation loss before and after training.
     eval_every: Also evaluate the validation loss every N steps; 0 never.
-    n_workers: Data loading processes; 0 reads in the training process.
     seed: Seed of parameters, data order, synthetic tokens and dropout.
     """
 
@@ -253,7 +252,6 @@ class DataFlags:
     pack_separator: int | None = flag(None, LEARNT, needs="pack", at_least=0)
     val_data: str | None = flag(None, LENGTH, metavar="FILE")
     eval_every: int = flag(0, LENGTH, needs="val_data", at_least=0)
-    n_workers: int = flag(0, OUTPUT, at_least=0)
     seed: int = flag(0, LEARNT, at_least=0, at_most=2**63 - 1)
 
 
@@ -439,7 +437,7 @@ def usual_values() -> dict[str, Any]:
 # Flags that are gone, with their last defaults. A result that has one at its default is like any other;
 # at another value it is a setting that nobody can repeat. `...`: the flag was of kind OUTPUT.
 GONE_OUTPUT = """
-max_restarts no_fit_check nsys_ranks on_nan peak_fp8_tflops profile_attention profile_shapes
+max_restarts n_workers no_fit_check nsys_ranks on_nan peak_fp8_tflops profile_attention profile_shapes
 profile_stacks profile_start resume_anyway sample save_dir save_keep save_timeout
 """.split()
 REMOVED: dict[str, Any] = dict.fromkeys(GONE_OUTPUT, ...) | {

@@ -179,7 +179,7 @@ def meant_value(name: str, value: Any, where: str) -> Any:
 def result_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that repeat a run with these arguments of its result: those that are no default."""
     flags, default = present_flags(args), usual_values()
-    ignored = of_kind(OUTPUT) - {"device", "n_workers"} | without_meaning(flags)
+    ignored = of_kind(OUTPUT) - {"device"} | without_meaning(flags)
     if args.get("global_bsz"):
         ignored |= {"grad_acc_steps"}
     names = [n for n in args if n in default and n not in ignored]
