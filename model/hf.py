@@ -15,7 +15,7 @@ from torch import Tensor
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
 from llm_train_bench.model.config_keys import MTP_KEYS, WITHOUT_EFFECT
 from llm_train_bench.model.families import FAMILIES
-from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
+from llm_train_bench.model.json_files import FACTS, parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings
 from llm_train_bench.model.transformer import Transformer
@@ -109,7 +109,7 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     missing or does not fit, or if the directory's config is of another model. Only headers are read, and
     a head that the config ties to the embedding.
     """
-    if directory is None or (Path(directory) / "facts.json").exists():
+    if directory is None or (Path(directory) / FACTS).exists():
         return None
     directory = Path(directory)
     with torch.device("meta"):

@@ -8,6 +8,8 @@ from typing import Any
 
 # No file that a tool reads is nested deeper; its readers may recurse.
 DEEPEST = 64
+# The file by which a directory is a checkpoint of a run.
+FACTS = "facts.json"
 # The model configs and tables that come with the project.
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

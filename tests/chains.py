@@ -1,8 +1,7 @@
 """Runs that are killed more than once, in changing layouts: `make faults PART=chains COUNT=40`.
 
-A chain is one run of up to four attempts. torchrun starts it again, or the user types a command again:
-the same, or one with another script or number of ranks. After each kill, at a random moment, it must go
-on from the newest checkpoint.
+A chain is one run of up to four attempts. torchrun starts it again, or the user types the same command or
+one with another script or number of ranks. It must go on from the newest checkpoint.
 """
 
 import os
@@ -35,12 +34,8 @@ class Setting(NamedTuple):
     """Between layouts; in one of them all is bitwise equal."""
 
 
-DP = (
-    "train_ddp.py 2 --bsz 2",
-    "train.py 1 --bsz 4",
-    "train_fsdp.py 2 --bsz 2",
-    "train_fsdp.py 4 --bsz 1",
-)
+DP = ("train_ddp.py 2 --bsz 2", "train.py 1 --bsz 4", "train_fsdp.py 2 --bsz 2",
+      "train_fsdp.py 4 --bsz 1")  # fmt: skip
 SGD = "--optimizer sgd --lr 0.1"
 SETTINGS = {
     "dropout": Setting("micro", "", DP[:1]),
@@ -60,10 +55,9 @@ KINDS = ("script", "torchrun", "nodes", "srun")
 
 def arguments(out: Path, setting: Setting, *more: str) -> list[str]:
     """The command line of a run "r", but for its script."""
-    flags = [*faults.FLAGS, *f"--n-steps {STEPS - 2} --save-every {EVERY} --resume auto".split()]
-    where = ["--quiet", "--output-dir", str(out), "--run-name", "r"]
-    config = str(ROOT / f"tests/configs/{setting.config}.json")
-    return [config, *flags, *setting.flags.split(), *where, *more]
+    flags = f"--n-steps {STEPS - 2} --save-every {EVERY} {setting.flags} --quiet".split()
+    config = ROOT / f"tests/configs/{setting.config}.json"
+    return faults.arguments(out, "r", *flags, *more, config=config)
 
 
 class Job:
@@ -131,11 +125,11 @@ class Job:
 
 def kill_once(job: Job, run: Path, draw: random.Random) -> bool:
     """Kill some of a job's processes at some moment; whether it came to that."""
-    begun = run.stat().st_mtime_ns if run.exists() else 0
+    changed = lambda: run.stat().st_mtime_ns if run.exists() else 0  # noqa: E731
+    begun = changed()
     moments: list[Callable[[], bool]] = [
         lambda: draw.random() < 0.004,
-        lambda: run.exists() and run.stat().st_mtime_ns != begun,
-        lambda: run.exists() and run.stat().st_mtime_ns != begun and draw.random() < 0.02,
+        lambda: changed() != begun and draw.random() < draw.choice((0.02, 1)),
         lambda: any(run.glob("checkpoints/step-*.tmp")),
     ]
     moment, deadline = draw.choice(moments), time.monotonic() + 60
@@ -155,22 +149,25 @@ def chain(kind: str, name: str, draw: random.Random, top: Path, reference: Path)
     run, log, argv, kills = out / "r", out / "log", arguments(out, setting), 0
     layouts = setting.layouts if draw.random() < 0.5 else setting.layouts[:1]
     restarts = draw.choice((0, 3)) if kind in ("torchrun", "nodes") else 0
-    starts, used = [], []
-    job = None
+    starts, used, codes = [], [], []
+
+    def start(layout: str, restarts: int = 0) -> Job:
+        starts.append(max([step_of(path) for path in checkpoints_at(run)], default=0))
+        used.append(layout)
+        return Job(kind, layout, argv, log, restarts)
+
+    job = start(layouts[0], restarts)
     try:
-        for attempt in range(draw.randint(2, 4)):
-            if job is None or not job.alive():
-                codes = job.finish() if job else []
-                starts.append(max([step_of(path) for path in checkpoints_at(run)], default=0))
-                used.append(draw.choice(layouts) if attempt else layouts[0])
-                job = Job(kind, used[-1], argv, log, restarts)
+        for _ in range(draw.randint(2, 4)):
+            if not job.alive():
+                job.finish()
+                job = start(draw.choice(layouts), restarts)
             kills += kill_once(job, run, draw)
             wait_until(lambda: not job.alive(), 1.0 if restarts else 30.0)  # noqa: B023
         codes = job.finish()
         if any(codes):
-            starts.append(max([step_of(path) for path in checkpoints_at(run)], default=0))
-            used.append(draw.choice(layouts))
-            codes = Job(kind, used[-1], argv, log).finish()
+            job = start(draw.choice(layouts))
+            codes = job.finish()
         assert not any(codes), codes
         r = read_result(run / "result.json")
         assert r.status == "ok", r.error
@@ -178,16 +175,14 @@ def chain(kind: str, name: str, draw: random.Random, top: Path, reference: Path)
         # An attempt that was killed in set-up is not there; one that torchrun started is not in `starts`.
         assert firsts == sorted(firsts) and firsts[-1] >= starts[-1], (firsts, starts)
         assert restarts or {*firsts} <= {*starts}, (firsts, starts)
-        for ended in r.attempts[:-1]:
-            word = str(ended.ended).partition(":")[0]
-            assert word in ("ok", "killed", "failed", "interrupted", "preempted"), ended
+        ends = {str(attempt.ended).partition(":")[0] for attempt in r.attempts[:-1]}
+        assert ends <= {"ok", "killed", "failed", "interrupted", "preempted"}, ends
         faults.check_like(reference, run, setting.tolerance if len({*used}) > 1 else 0.0)
     except BaseException as error:
         error.add_note(f"{kind}, {name}, {used}, {starts}: {log.read_text()[-900:]}")
         raise
     finally:
-        if job:
-            job.kill()
+        job.kill()
     shutil.rmtree(out)
     return kills
 
@@ -208,9 +203,5 @@ def chains(count: int = 40) -> str:
         references = {name: make_reference(Path(top), name) for name in SETTINGS}
         for number in range(count):
             name, kind = list(SETTINGS)[number % len(SETTINGS)], draw.choice(KINDS)
-            begin = time.monotonic()
-            done = chain(kind, name, draw, Path(top), references[name])
-            kills += done
-            took = time.monotonic() - begin
-            print(f"  chain {number}: {name}, {kind}, {done} kills, {took:.0f} s", flush=True)
+            kills += chain(kind, name, draw, Path(top), references[name])
     return f"{kills} kills in {count} chains, 0 of them wrong"

@@ -1,13 +1,13 @@
 """The campaign against checkpoints: `make faults`, or parts of it by PART="calls chains" COUNT=50.
 
-Each part returns what it did, and fails by AssertionError. tests/test_checkpoint.py and
-tests/test_chains.py run short forms; runs of several processes are in tests/chains.py.
+Each part returns what it did, and fails by AssertionError. The suite runs short forms.
 """
 
 import contextlib
 import errno
 import functools
 import io
+import itertools
 import json
 import os
 import random
@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 from unittest import mock
 
 import torch
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 
 import train
 from llm_train_bench.parallel.ranks import ALONE
-from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.result_files import read_result, read_steps
 from llm_train_bench.run.checkpoint import attempt, saver  # before a run is forked
 from llm_train_bench.run.checkpoint.attempt import checkpoints_at, newest_good, step_of
 from llm_train_bench.run.launch import train_planned
@@ -61,13 +63,8 @@ def last_of(run: Path) -> Path:
     return found[0]
 
 
-def assert_equal(*states, atol: float = 0.0) -> None:
-    """Of two states: all tensors, bit for bit."""
-    torch.testing.assert_close(*states, rtol=0, atol=atol)
-
-
 def steps_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    return read_steps(run / "steps.jsonl")
 
 
 def losses_of(run: Path) -> list[tuple[int, float]]:
@@ -76,14 +73,8 @@ def losses_of(run: Path) -> list[tuple[int, float]]:
 
 def check_like(reference: Path, run: Path, tolerance=0.0) -> None:
     """A run in pieces has ended as the undisturbed one: state, losses, and nothing left behind."""
-    pair = last_of(run), last_of(reference)
-    assert pair[0].name == pair[1].name
-    assert_equal(*map(whole_state, pair), atol=tolerance)
-    losses, expected = losses_of(run), losses_of(reference)
-    assert [step for step, _ in losses] == [step for step, _ in expected]
-    torch.testing.assert_close(
-        [x for _, x in losses], [x for _, x in expected], rtol=0, atol=tolerance
-    )
+    for read in (lambda run: whole_state(last_of(run)), losses_of):
+        torch.testing.assert_close(read(run), read(reference), rtol=0, atol=tolerance)
     left = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert len(left) == 2 and all(step_of(Path(name)) >= 0 for name in left), left
 
@@ -100,12 +91,13 @@ def run_here(argv: list[str]) -> None:
         train_planned(train.train, argv, "train.py", ALONE)
 
 
-def fork(argv: list[str]) -> bool:
+def fork(argv: list[str], prepare: Callable[[], object] = lambda: None) -> bool:
     """A run in a fork; whether it ended well."""
     if child := os.fork():
         return not os.waitpid(child, 0)[1]
     try:
         torch.set_num_threads(1)  # OpenMP's other threads were not forked
+        prepare()
         run_here(argv)
         os._exit(0)
     except BaseException:
@@ -113,50 +105,40 @@ def fork(argv: list[str]) -> bool:
         os._exit(1)
 
 
-class Killer:
-    """An audit hook of Python: it ends this process before the n-th call that changes files of a run."""
+def watch(run: Path, log: TextIO, at: int = 0) -> None:
+    """List the calls of this process that change files of a run, and end it before one of them."""
+    calls = itertools.count(1)
 
-    def __init__(self):
-        self.run, self.at, self.calls = "", -1, []
-
-    def __call__(self, event: str, args: tuple) -> None:
+    def hook(event: str, args: tuple) -> None:
         changes = event in ("os.rename", "os.mkdir", "os.remove", "os.truncate", "shutil.rmtree")
         changes |= event == "open" and bool(args[2] & (os.O_WRONLY | os.O_RDWR))
-        if self.run and changes and str(args[0]).startswith(self.run):
-            self.calls.append(f"{event} {Path(args[0]).name}")
-            if len(self.calls) == self.at:
+        if changes and str(args[0]).startswith(str(run)):
+            log.write(f"{event} {Path(args[0]).name}\n")
+            if next(calls) == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-
-@functools.cache
-def killer() -> Killer:
-    """The one of this process, and of its forks: no hook can be taken away."""
-    hook = Killer()
     sys.addaudithook(hook)
-    return hook
 
 
 def calls(every: int = 1) -> str:
     """Kill a run at every write and rename, and tear what it wrote: it goes on as if nothing had been."""
-    with tempfile.TemporaryDirectory() as top:
-        out, hook = Path(top), killer()
+    with tempfile.TemporaryDirectory() as top, Path(top, "calls").open("w+", buffering=1) as log:
+        out, reference = Path(top), Path(top, "reference")
         run_here(arguments(out, "warm"))
-        with mock.patch.multiple(hook, run=str(out / "reference"), calls=[]):
-            run_here(arguments(out, "reference"))
-            names = hook.calls
+        assert fork(arguments(out, "reference"), lambda: watch(reference, log))
+        names = (out / "calls").read_text().splitlines()
         assert {"os.rename step-00000010.tmp", "open __0_0.distcp", "open facts.json"} <= {*names}
         killed = range(1, len(names) + 1, every)
         for at in killed:
             run, why = out / f"r{at}", names[at - 1]
-            with mock.patch.multiple(hook, run=str(run), at=at, calls=[]):
-                assert not fork(arguments(out, run.name)), why
+            assert not fork(arguments(out, run.name), functools.partial(watch, run, log, at)), why
             for path in run.glob("checkpoints/*.tmp/*"):
                 os.truncate(path, path.stat().st_size // 2)
             saved = [step_of(path) for path in checkpoints_at(run)]
             assert fork(arguments(out, run.name)), why
             first = read_result(run / "result.json").first_step
             assert first == max(saved, default=0), (first, saved, why)
-            check_like(out / "reference", run)
+            check_like(reference, run)
     return f"{len(killed)} kills at {len(names)} calls"
 
 
@@ -166,8 +148,8 @@ def disks(count: int = 0) -> str:
         out = Path(top)
         run_here(arguments(out, "reference"))
         size = sum(path.stat().st_size for path in last_of(out / "reference").iterdir())
-        for i, budget in enumerate((0.0, 0.5, 1.5)):
-            left = [budget * size]
+        for budget in (0.0, 0.5, 1.5):
+            run, left = out / f"r{budget}", [budget * size]
 
             @contextlib.contextmanager
             def create_stream(fs, path, mode, real=FileSystem.create_stream, left=left):
@@ -180,7 +162,6 @@ def disks(count: int = 0) -> str:
                 with real(fs, path, mode) as stream:
                     yield mock.Mock(wraps=stream, write=write) if mode == "wb" else stream
 
-            run = out / f"r{i}"
             with mock.patch.object(FileSystem, "create_stream", create_stream):
                 run_here(arguments(out, run.name))
             r = read_result(run / "result.json")
@@ -195,43 +176,39 @@ def disks(count: int = 0) -> str:
 
 
 def damage(count: int = 10_000) -> str:
-    """Flips, truncations, swaps and losses in each file of a checkpoint: the one before is taken."""
-    draw, kinds = random.Random(1), dict.fromkeys(("flip", "cut", "gone", "swap"), 0)
+    """Flips, truncations, losses and exchanges of a checkpoint's files: the one before is taken."""
+    draw, kinds = random.Random(1), ("flip", "cut", "gone", "exchange")
     with tempfile.TemporaryDirectory() as top:
         run_here(arguments(Path(top), "r"))
         before, last = found = checkpoints_at(Path(top) / "r")
         contents = {path: path.read_bytes() for path in sorted(last.iterdir())}
-        for _ in range(count):
-            kind, path = draw.choice(list(kinds)), draw.choice(list(contents))
-            content, at = contents[path], draw.randrange(len(contents[path]))
-            flipped = bytes([content[at] ^ 1 << draw.randrange(8)])
-            damaged = {"flip": content[:at] + flipped + content[at + 1 :]}
-            damaged["swap"] = (before / path.name).read_bytes()
-            path.write_bytes(damaged.get(kind, content[:at]))
+        for number in range(count):
+            kind, (path, content) = kinds[number % 4], draw.choice([*contents.items()])
+            at = draw.randrange(len(content))
+            damaged = bytearray(content[:at] if kind == "cut" else content)
+            damaged[at : at + 1] = [content[at] ^ 1 << draw.randrange(8)] if kind == "flip" else b""
+            # Facts that were exchanged for those before name other checksums.
+            path.write_bytes((before / path.name).read_bytes() if kind == "exchange" else damaged)
             if kind == "gone":
                 path.unlink()
-            taken, why = newest_good(found, []), (kind, path.name)
-            # Facts that were swapped for those before name other checksums.
-            assert taken and taken[0] == before, why
+            taken = newest_good(found, [])
+            assert taken and taken[0] == before, (kind, path.name)
             path.write_bytes(content)
-            kinds[kind] += 1
         assert last_of(Path(top) / "r") == last
-    return ", ".join(f"{n} {kind}s" for kind, n in kinds.items())
+    return f"{count} damages"
+
+
+PARTS = {f.__name__: f for f in (calls, disks, damage)}
 
 
 def main() -> None:
     """Run the parts that PART names, COUNT times each where it has a number."""
     from tests import chains
 
-    parts = PARTS | {"chains": chains.chains}
-    count = os.environ.get("COUNT")
+    count, parts = os.environ.get("COUNT"), PARTS | {"chains": chains.chains}
     for name in (os.environ.get("PART") or " ".join(parts)).split():
-        start = time.monotonic()
-        done = parts[name](*([int(count)] if count else []))
+        start, done = time.monotonic(), parts[name](*([int(count)] if count else []))
         print(f"{name}: {done}; {time.monotonic() - start:.0f} s", flush=True)
-
-
-PARTS = {f.__name__: f for f in (calls, disks, damage)}
 
 
 if __name__ == "__main__":

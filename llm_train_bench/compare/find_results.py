@@ -13,7 +13,7 @@ from llm_train_bench.compare.read_logs import read_lines, read_log, read_metrics
 from llm_train_bench.compare.read_results import read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
 from llm_train_bench.compare.shareable import run_id
-from llm_train_bench.model.json_files import plain_file
+from llm_train_bench.model.json_files import FACTS, plain_file
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
 READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_metrics_csv}  # others are logs
@@ -74,7 +74,7 @@ def discover(directory: Path) -> list[Path]:
     """Files below a directory that may hold a run; from our own runs only result.json."""
     candidates: list[Path] = []
     for here, directories, files in walk(directory):
-        if "facts.json" in files:  # a checkpoint
+        if FACTS in files:  # a checkpoint
             directories.clear()
             continue
         if {"result.json", "steps.jsonl"} <= set(files):

@@ -12,15 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from llm_train_bench.base import machine
 from llm_train_bench.base.documents import Packing, count_lengths, make_packing
 from llm_train_bench.base.errors import DoesNotFit, UsageError
-from llm_train_bench.base.machine import (
-    MULTIPLY,
-    SLOW_FORMAT,
-    Platform,
-    cpu_multiplies,
-    made_by_amd,
-)
+from llm_train_bench.base.machine import Platform
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.work import (
     Batch,
@@ -37,6 +32,7 @@ from llm_train_bench.model.attention_kernel import AttentionKernel
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
+from llm_train_bench.model.json_files import FACTS
 from llm_train_bench.model.weights import Lora, adaptable, adapters
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
@@ -233,10 +229,10 @@ def note_slow_format(
     if platform != "cpu" and args.amp == "auto" and amp == "off":
         unfit = find_unfit_rows(config, "bf16")
         return (f"--amp auto is off: {unfit}",) if unfit else ()
-    if platform != "cpu" or amp not in MULTIPLY or cpu_multiplies(amp):
+    if platform != "cpu" or amp not in machine.MULTIPLY or machine.cpu_multiplies(amp):
         return ()
     use = "; use --amp auto" if args.amp == amp else ""
-    return (f"{amp}: {SLOW_FORMAT}{use}",)
+    return (f"{amp}: {machine.SLOW_FORMAT}{use}",)
 
 
 def find_unfit_rows(config: ModelConfig, amp: str) -> str | None:
@@ -259,7 +255,7 @@ def resolve_amp(
     """
     amp = args.amp
     if amp == "auto":
-        has_bf16 = platform != "cpu" or cpu_multiplies("bf16")
+        has_bf16 = platform != "cpu" or machine.cpu_multiplies("bf16")
         formats = (native or ("bf16" if has_bf16 else "off"), "off", "bf16")
         if args.use_fp8 or args.linear == "te":
             formats = ("bf16", "off")
@@ -316,7 +312,7 @@ def make_schedule(args: Args, platform: Platform) -> Schedule:
                 f"--nsys-start {captured.start}: a capture may begin at step {latest} at the latest, two "
                 "steps after the measured ones"
             )
-    if args.export and args.init_from and (Path(args.init_from) / "facts.json").exists():
+    if args.export and args.init_from and (Path(args.init_from) / FACTS).exists():
         return Schedule(0, 0)  # only a conversion: nothing is trained
     warmup_s = args.warmup_seconds
     if warmup_s is None:
@@ -548,7 +544,7 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
         raise UsageError("--linear onednn: is for fp32 on a CPU; use --device cpu --amp off")
     if name == "auto":
         operations = 6 * sum(block_parameters(work.config)) * work.batch.micro_tokens
-        name = "onednn" if operations > LONG_STEP and made_by_amd() else "plain"
+        name = "onednn" if operations > LONG_STEP and machine.made_by_amd() else "plain"
     return name if able else None
 
 

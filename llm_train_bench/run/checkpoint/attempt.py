@@ -19,14 +19,14 @@ from pydantic import ValidationError
 from llm_train_bench.base.errors import Finished, OwnError, UsageError
 from llm_train_bench.base.files import checksum, first_cause, hold_lock, sync_to_disk
 from llm_train_bench.base.strict import Strict, first_problem
-from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
+from llm_train_bench.model.json_files import FACTS, parse_json, plain_file, plain_text
 from llm_train_bench.parallel.ranks import Ranks, broadcast, on_main
 from llm_train_bench.results.result_files import begin_attempt, read_result, read_steps, storable
 from llm_train_bench.results.schema import Attempt, Result
 from llm_train_bench.run.provenance import default_name, describe_training
 from llm_train_bench.settings.plan import Plan
 
-FACTS, LOCK = "facts.json", "run.lock"
+LOCK = "run.lock"
 # So many of the newest checkpoints are kept.
 KEPT = 2
 
@@ -69,7 +69,7 @@ def read_facts(directory: Path) -> Facts:
     if crc_of(content.get("facts")) != content.get("crc32"):
         raise ValueError(f"{FACTS} is not what was written")
     try:
-        facts = Facts.model_validate(content["facts"])
+        facts = Facts.model_validate(content.get("facts"))
     except ValidationError as error:
         raise ValueError(f"{FACTS} is of another version: {first_problem(error)}") from None
     if step_of(directory) not in (-1, facts.step):
@@ -128,7 +128,7 @@ class Start:
         self.lock = self.lock or hold_lock(self.directory / LOCK, "--run-name")
         for path in (self.directory / "errors", *self.directory.glob("checkpoints/step-*.tmp")):
             shutil.rmtree(path, ignore_errors=True)
-        for path in checkpoints_at(self.directory):
+        for path in checkpoints_at(self.directory / "checkpoints"):
             if step_of(path) > self.attempts[-1].first_step:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
 
@@ -172,7 +172,7 @@ def _find_start(plan: Plan) -> Start:
 
 def _find_checkpoint(start: Start, resume: str) -> int:
     """Find the checkpoint to go on from; its step, or 0 where there is none yet."""
-    source = start.directory if resume == "auto" else Path(resume)
+    source = start.directory / "checkpoints" if resume == "auto" else Path(resume)
     found = checkpoints_at(source)
     start.checkpoint = newest_good(found, start.notes)
     if start.checkpoint is None:

@@ -90,7 +90,8 @@ def read(path: Path, tensors: Mapping[str, Tensor]) -> None:
         reader = filesystem.FileSystemReader(path)
         load_tensors({**tensors}, storage_reader=reader, no_dist=True)
     except api.CheckpointException as error:
-        raise UsageError(f"{path}: cannot be read: {cause_of(error)}") from None
+        advice = "to start from its weights, export it, and give the export to --init-from"
+        raise UsageError(f"{path}: cannot be read: {cause_of(error)}; {advice}") from None
 
 
 @torch.no_grad()
