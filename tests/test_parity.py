@@ -22,8 +22,17 @@ from llm_train_bench.model.hf import ARCHITECTURES, check_pretrained, save_pretr
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
-from tests.faults import SHAPE, assert_equal
-from tests.helpers import FAMILIES, built, config, plan_of, trained, words, write_config
+from tests.faults import SHAPE
+from tests.helpers import (
+    FAMILIES,
+    assert_equal,
+    built,
+    config,
+    plan_of,
+    trained,
+    words,
+    write_config,
+)
 
 T = 24
 CPU = torch.device("cpu")

@@ -31,8 +31,16 @@ from llm_train_bench.model.transformer import Block, Transformer
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests import helpers, te_standin
-from tests.faults import assert_equal
-from tests.helpers import FAMILIES, config, noted, plan_of, read_steps, train_main, trained
+from tests.helpers import (
+    FAMILIES,
+    assert_equal,
+    config,
+    noted,
+    plan_of,
+    read_steps,
+    train_main,
+    trained,
+)
 
 CPU = torch.device("cpu")
 TINY = [

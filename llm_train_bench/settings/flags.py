@@ -440,7 +440,8 @@ GONE_OUTPUT = """
 max_restarts n_workers no_fit_check nsys_ranks on_nan peak_fp8_tflops profile_attention profile_shapes
 profile_stacks profile_start resume_anyway sample save_dir save_keep save_timeout
 """.split()
-REMOVED: dict[str, Any] = dict.fromkeys(GONE_OUTPUT, ...) | {
+REMOVED: dict[str, Any] = {
+    **dict.fromkeys(GONE_OUTPUT, ...),
     "beta1": 0.9,
     "beta2": 0.95,
     "ddp_mode": "bucketed",
