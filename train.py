@@ -34,7 +34,6 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     """One run; what is wrong with the input shows before anything is written."""
     work, args = plan.work, plan.args
     set_precision(work.amp, work.tf32, device)
-    torch.manual_seed(args.seed)  # dropout; parameters and data have separate generators
     kernel = select_attention(work, device)
     data, val_data = open_data(args, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):

@@ -35,7 +35,6 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     work, args = plan.work, plan.args
     layout = ReplicaLayout()
     set_precision(work.amp, work.tf32, device)
-    torch.manual_seed(args.seed + ranks.rank)  # dropout, which must differ between ranks
     kernel = select_attention(work, device)
     data, val_data = open_data(args, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):

@@ -5,7 +5,7 @@ Next to each result lies `facts.json`:
 - traffic: the bytes handed to collectives, by kind (of all-to-alls the ranks' mean), of each of a
   pipeline's groups of ranks,
 - attention: the calls of attention, by format, and how often a kernel of it ran,
-- draws: the next random number of each rank; dropout: digests of its generator before its dropouts,
+- dropout: digests of each rank's generator before its dropouts,
 - idle: how many exchanges of tokens brought each rank nothing,
 - calls: how often collectives were called, by kind, and the gathers before the first attention,
 - events: the first exchanges of tokens and matmuls, in their order
@@ -456,7 +456,6 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
         facts = {
             "traffic": moved,
             "attention": Counter(formats) | {"kernels": traffic.kernels},
-            "draws": gather(ranks, torch.rand(1).item()),
             "dropout": gather(ranks, states),
             "idle": gather(ranks, traffic.calls["exchanges that brought nothing"]),
             "calls": traffic.calls,

@@ -221,8 +221,3 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def assert_equal(*states) -> None:
-    """Of two states: all tensors, bit for bit."""
-    torch.testing.assert_close(*states, rtol=0, atol=0)

@@ -20,6 +20,8 @@ from tests import chains
 from tests.chains import SETTINGS, Job, arguments
 from tests.processes import signal_all, wait_until
 
+ENDLESS = ["--save-every", "100000", "--n-steps", "100000"]
+
 
 @pytest.mark.parametrize("name, kind, seed", [("tp", "script", 2), ("packed", "torchrun", 3)])
 def test_a_chain_ends_as_the_run_that_nobody_disturbed(name, kind, seed, tmp_path):
@@ -64,18 +66,11 @@ def running(kind: str, top: Path, *flags: str, slow: float = 0.0, **env: str):
         job.kill()
 
 
-ENDLESS = ["--save-every", "100000", "--n-steps", "100000"]
-
-
-REQUESTS = ("itself launchers USR1", "nodes one TERM", "script one TERM", "srun rank INT")
-
-
-@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize(
+    "request_", ["itself launchers USR1", "nodes one TERM", "script one TERM", "srun rank INT"]
+)
 def test_a_run_is_saved_on_request_however_slow_the_disk(request_, tmp_path):
-    """A signal saves all ranks at one step, on a disk slower than the agent would wait; 75 says so.
-
-    The request has a kind of start, who is told, and the signal.
-    """
+    """A signal to one saves all ranks at one step, on a disk slower than the agent would wait."""
     kind, who, name = request_.split()
     number = signal.Signals[f"SIG{name}"]
     patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}

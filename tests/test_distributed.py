@@ -147,8 +147,6 @@ def test_losses_are_those_of_one_device(name, runs, single, tmp_path):
     worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(steps, single, strict=True))
     assert worst <= limit
     assert all(s["tokens"] == 512 for s in steps)
-    draws = facts_of(runs / name)["draws"]  # dropout would draw other numbers on every rank
-    assert len(set(draws)) == len(draws) == CASES[name][0]
     # Clipping was active, on the norm of the whole gradient.
     norms = [(a["grad_norm"], b["grad_norm"]) for a, b in zip(steps, single, strict=True)]
     assert max(b for _, b in norms) > 0.5

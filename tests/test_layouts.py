@@ -35,9 +35,6 @@ def test_a_layout_is_equal_to_one_device_unless_it_is_broken(name, finished):
         assert not difference.ok and difference.numbers["gradient"] > 1e-4
         return
     assert difference.ok, difference
-    # Dropout draws other numbers on every rank: it holds other tokens, heads or layers.
-    draws = facts_of(finished / name)["draws"]
-    assert len(set(draws)) == len(draws) == layouts.CASES[name].ranks
 
 
 def beside(run, exchange: str) -> list[int]:

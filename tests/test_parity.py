@@ -23,16 +23,7 @@ from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
 from tests.faults import SHAPE
-from tests.helpers import (
-    FAMILIES,
-    assert_equal,
-    built,
-    config,
-    plan_of,
-    trained,
-    words,
-    write_config,
-)
+from tests.helpers import FAMILIES, built, config, plan_of, trained, words, write_config
 
 T = 24
 CPU = torch.device("cpu")
@@ -119,7 +110,7 @@ def test_files_of_either_side_mean_the_same_model(pair, tmp_path):
     if ours_config.model_type == "kimi_k2":
         rename(tmp_path, "deepseek_v3")
     again = kind.from_pretrained(tmp_path)
-    assert_equal(dict(again.state_dict()), dict(theirs.state_dict()))
+    torch.testing.assert_close(dict(again.state_dict()), dict(theirs.state_dict()), rtol=0, atol=0)
     newer = json.loads((directory / "config.json").read_text())
     assert parse_config(newer, "config.json").hash == ours_config.hash
     if ours_config.model_type not in ("gpt2", "nemotron_h"):
@@ -130,7 +121,7 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
     ours_config, ours, theirs, _ = pair
     fresh = copied(theirs, ours_config, tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    assert_equal(list(fresh.parameters()), list(ours.parameters()))
+    torch.testing.assert_close([*fresh.parameters()], [*ours.parameters()], rtol=0, atol=0)
     if ours_config.model_type == "gpt2":
         bare = {n.removeprefix("transformer."): v.clone() for n, v in theirs.state_dict().items()}
         bare.pop("lm_head.weight")
