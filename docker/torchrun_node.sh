@@ -7,7 +7,8 @@
 # NODE         number of this node, 0 at HEAD: then the others wait for it, up to WAIT (900) seconds.
 #              Without it start all within two minutes. Kubernetes' JOB_COMPLETION_INDEX serves as well
 # GPUS         processes on this node; by default one per GPU
-# MAX_RESTARTS how often to restart all ranks from the newest checkpoint after one failed (0)
+# MAX_RESTARTS how often to restart all ranks after one failed (0). With --run-name and --resume auto they go on from the
+#              newest checkpoint
 set -euo pipefail
 if [ $# -lt 2 ] || [ -z "${NNODES:-}" ] || [ -z "${HEAD:-}" ] || [ -z "${JOB_ID:-}" ]; then
     sed -n '2,10s/^# \{0,1\}//p' "$0" >&2

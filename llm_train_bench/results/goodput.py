@@ -12,10 +12,7 @@ CLOCKS_AGREE_S = 1.0
 
 
 def fill_goodput(r: Result, steps: Sequence[dict[str, Any]]) -> None:
-    """Fill in the use of a run's time, all attempts together, until now; a remark if clocks contradict.
-
-    `steps` are the lines of steps.jsonl: each step once.
-    """
+    """Fill in the use of a run's time by the lines of steps.jsonl; a remark if clocks contradict."""
     waiting = 0.0
     for i, (before, after) in enumerate(itertools.pairwise(r.attempts)):
         end = before.end or 0.0

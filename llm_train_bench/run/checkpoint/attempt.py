@@ -1,4 +1,4 @@
-"""Where an attempt of a run starts: its directory, and the newest good checkpoint. Needs no torch.
+"""Where an attempt of a run starts: its directory, and the newest good checkpoint.
 
 A checkpoint is a directory `step-N`, whose facts.json has the checksum of every file. It gets this name
 last, so what has the name is complete.
@@ -44,29 +44,25 @@ class Facts(Strict):
     """The CRC-32 of each."""
 
 
-def crc_of(content: Any) -> int:
-    """The CRC-32 of JSON data, whatever the order of its keys."""
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
 def commit(facts: Facts, directory: Path) -> None:
     """Write facts.json, with a checksum of its own, and give the checkpoint its final name."""
     content = storable(facts.model_dump(mode="json"))
-    text = json.dumps({"crc32": crc_of(content), "facts": content})
+    crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    text = json.dumps({"crc32": crc, "facts": content})
     (directory / FACTS).write_text(text, encoding="utf-8")
     for path in [*directory.iterdir(), directory]:
         sync_to_disk(path)
     directory.rename(directory.with_suffix(""))
     sync_to_disk(directory.parent)
-    for path in checkpoints_at(directory.parent)[:-KEPT]:
-        shutil.rmtree(path, ignore_errors=True)
+    remove_older(directory.parent)
 
 
 def read_facts(directory: Path) -> Facts:
     """The facts of a checkpoint whose files are as they were written; else ValueError or OSError."""
     content = parse_json(plain_text(directory / FACTS))
     content = content if isinstance(content, dict) else {}
-    if crc_of(content.get("facts")) != content.get("crc32"):
+    crc = zlib.crc32(json.dumps(content.get("facts"), sort_keys=True).encode())
+    if crc != content.get("crc32"):
         raise ValueError(f"{FACTS} is not what was written")
     try:
         facts = Facts.model_validate(content.get("facts"))
@@ -92,6 +88,12 @@ def checkpoints_at(path: Path) -> list[Path]:
         return [path]
     found = [*path.glob("checkpoints/step-*"), *path.glob("step-*")]
     return sorted((p for p in found if step_of(p) >= 0), key=step_of)
+
+
+def remove_older(checkpoints: Path) -> None:
+    """Remove the checkpoints in a directory, except the newest ones."""
+    for path in checkpoints_at(checkpoints)[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def newest_good(checkpoints: Sequence[Path], refused: list[str]) -> tuple[Path, Facts] | None:
@@ -131,6 +133,7 @@ class Start:
         for path in checkpoints_at(self.directory / "checkpoints"):
             if step_of(path) > self.attempts[-1].first_step:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+        remove_older(self.directory / "checkpoints")
 
 
 def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
