@@ -58,9 +58,8 @@ def whole_state(directory: Path) -> dict[str, torch.Tensor]:
 
 def last_of(run: Path) -> Path:
     """The newest good checkpoint of a run, which must exist."""
-    found = newest_good(checkpoints_at(run), [])
-    assert found is not None
-    return found[0]
+    (path, _) = newest_good(checkpoints_at(run), []) or ()
+    return path
 
 
 def steps_of(run: Path) -> list[dict]:

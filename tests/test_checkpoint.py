@@ -28,7 +28,7 @@ from llm_train_bench.run import loop, signals
 from llm_train_bench.run.checkpoint.attempt import checkpoints_at, read_facts
 from tests import faults
 from tests.faults import losses_of, steps_of
-from tests.helpers import ROOT, noted, only_result, read_steps, records_of, run_train
+from tests.helpers import noted, only_result, records_of, run_train
 
 NAMED = ["--save-every", 5, "--run-name", "r"]
 AUTO = [*NAMED, "--resume", "auto"]
@@ -255,8 +255,9 @@ def test_what_others_did_to_a_run_is_said(saved, tmp_path, capsys):
     shutil.copytree(saved, run)
     (run / "checkpoints/step-00000020").rename(run / "checkpoints/step-00000030")
     lines = (run / "steps.jsonl").read_text().splitlines(keepends=True)
-    (run / "steps.jsonl").write_text("".join(lines[:4] + lines[5:]))
+    (run / "steps.jsonl").write_text("".join(lines[:4] + lines[5:]) + '{"step": "x"}')
     (run / "result.json").write_text("{")
+    (run / "run.lock").unlink()
     assert train(tmp_path, *AUTO) == 0
     for note in ("step-00000030 cannot be used: it is of step 20", "earlier attempts are unknown"):
         assert noted(result(tmp_path), note)
@@ -422,17 +423,22 @@ def test_weights_of_a_checkpoint_are_exported(saved, tmp_path):
     assert only_result(tmp_path)["metrics"]["n_measured_steps"] in (None, 0)
 
 
-def test_experts_start_from_a_checkpoint_as_from_an_export(tmp_path):
-    """Their rows are in the second dimension."""
-    moe = ROOT / "tests/configs/qwen3_moe.json"
-    assert train(tmp_path, "--run-name", "a", "--save-every", 10, "--export", config=moe) == 0
-    losses = []
-    for weights in ("checkpoints/step-00000020", "export"):
-        out = tmp_path / weights
-        assert train(out, "--init-from", tmp_path / "a" / weights, "--n-steps", 2, config=moe) == 0
-        losses.append([step["loss"] for step in read_steps(out)])
-    assert losses[0] == losses[1]
-    assert read_facts(tmp_path / "a/checkpoints/step-00000020").result.run_name == "a"
+def test_weights_of_another_model_are_refused(saved, tmp_path, capsys):
+    flags = ["--init-from", saved / "checkpoints/step-00000020"]
+    assert train(tmp_path, *flags, config=faults.PLAIN) == 2
+    assert train(tmp_path, *flags, "--pad-vocab", "64") == 2
+    err = capsys.readouterr().err
+    assert "the model " in err and "--pad-vocab 64: the checkpoint" in err
+
+
+def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew(saved, tmp_path, capsys):
+    other = ["--resume", saved / "checkpoints/step-00000010"]
+    assert train(tmp_path, *NAMED, *other, "--save-every", "9", dies=12) == 1
+    assert train(tmp_path, *AUTO) == 2
+    assert "and has no checkpoint of its own" in capsys.readouterr().err
+    (tmp_path / "r/checkpoints").symlink_to("nowhere")
+    assert train(tmp_path, *AUTO) == 2
+    assert "checkpoints: cannot be used: No such file" in capsys.readouterr().err
 
 
 def test_a_dead_writer_is_distinguished_from_a_living_one():

@@ -278,7 +278,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
             entries.append(parse_json(line))
         except ValueError:
             break
-    return [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
+    return [e for e in entries if isinstance(e, dict) and isinstance(e.get("step"), int)]
 
 
 def step_figures(step: Step) -> dict[str, float | None]:

@@ -4,12 +4,14 @@ import contextlib
 import faulthandler
 import math
 import os
+import shutil
 import time
 
 import torch
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
+from llm_train_bench.base.files import hold_lock
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.model.operators import taken
 from llm_train_bench.parallel.ranks import Ranks, broken_group, tell_launcher
@@ -17,7 +19,7 @@ from llm_train_bench.results.console import print_header, say
 from llm_train_bench.results.figures import fill_flop_metrics
 from llm_train_bench.results.goodput import fill_goodput
 from llm_train_bench.results.result_files import read_steps
-from llm_train_bench.run.checkpoint.attempt import Start
+from llm_train_bench.run.checkpoint import attempt
 from llm_train_bench.run.failures import keep_error, report
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.provenance import open_result
@@ -32,7 +34,7 @@ class Run(RunRecord):
     def __init__(
         self,
         plan: Plan,
-        start: Start,
+        start: attempt.Start,
         device: torch.device,
         ranks: Ranks,
         fp8: Fp8,
@@ -76,10 +78,18 @@ class Run(RunRecord):
         tell_launcher(self.ranks, self.directory)
 
     def make_directory(self) -> int:
+        """Take the directory; set aside what cannot be used of the attempts before this one."""
         if not self.start.lock:  # it does not go on in a directory
             super().make_directory()
-        self.start.open()
-        return self.start.attempts[-1].first_step
+            self.start.lock = hold_lock(self.directory / attempt.LOCK, "--run-name")
+        first_step, place = self.start.attempts[-1].first_step, self.directory / "checkpoints"
+        for path in (self.directory / "errors", *place.glob("step-*.tmp")):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in attempt.checkpoints_at(place):
+            if attempt.step_of(path) > first_step:
+                path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+        attempt.remove_older(place)
+        return first_step
 
     def begin_micro_step(self, step: int) -> None:
         """The host begins a micro batch; those of the first two steps may compile for long."""

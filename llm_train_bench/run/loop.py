@@ -30,9 +30,7 @@ from llm_train_bench.run.profiling import NOT_OBSERVED, build_capture, observed_
 from llm_train_bench.run.signals import ENDING, ignore, signal_said
 from llm_train_bench.trace.read_trace import Trace
 
-if (
-    TYPE_CHECKING
-):  # only train_pp.py needs PyTorch's pipelining, and only runs that save its checkpoints
+if TYPE_CHECKING:  # these take a second to import
     from llm_train_bench.parallel.pipeline import Pipeline
     from llm_train_bench.run.checkpoint.saver import Saver
 
@@ -139,7 +137,7 @@ def build_saver(run: Run, model: Any, optimizer: Optimizer | None) -> "Saver | N
     if resumed and optimizer:
         saver.load(run, model, optimizer, resumed[0])
     elif initial:
-        saver.load_weights(model, run.plan.work.config, initial[0])
+        saver.read(initial[0], saver.state_tensors(model, {}))
     run.fp8.after_step(model)
     return saver.Saver(run, model, optimizer) if optimizer and saves else None
 

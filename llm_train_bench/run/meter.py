@@ -14,14 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    ValidationError,
-    validate_call,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError, validate_call
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 

@@ -28,7 +28,6 @@ from llm_train_bench.model.config import ModelConfig, describe_keys_without_effe
 from llm_train_bench.results.result_files import now, this_process
 from llm_train_bench.results.schema import Attempt, Device, Fp8Info, ModelInfo, Result, StepSize
 from llm_train_bench.settings.flags import (
-    GRAPH_MODES,
     LEARNT,
     Args,
     declared,
@@ -83,7 +82,7 @@ def open_result(
         attempts=attempts,
         environment=describe_environment(device),
     )
-    for note in (*plan.notes, *_notes(work, plan.schedule, plan.args.memory_snapshot, device)):
+    for note in (*plan.notes, *_notes(work, plan.schedule)):
         result.remark(note)
     m, parallel = result.metrics, work.parallelism
     moved = traffic(work)
@@ -113,7 +112,9 @@ def describe_model(config: ModelConfig) -> ModelInfo:
 def describe_training(plan: Plan) -> dict[str, str]:
     """What must stay the same where a run goes on, by its name in messages."""
     values, work = vars(plan.args), plan.work
-    names = *sorted(of_kind(LEARNT) - {"init_from"}), "n_steps", "warmup_steps", "pad_vocab"
+    # What is learnt, for how long, and number formats besides --amp.
+    names = of_kind(LEARNT) - {"init_from"} | {"n_steps", "warmup_steps", "pad_vocab"}
+    names = sorted(names | {"use_fp8", "fp8_recipe", "tf32"})
     training = {"the model": work.config.hash} | {flag_of(n): str(values[n]) for n in names}
     training |= {"--seq-len": str(work.batch.seq_len), "--amp": work.amp}
     training["--global-bsz"] = str(work.batch.global_batch)
@@ -146,12 +147,10 @@ def describe_device(device: torch.device, ranks: int, peak_tflops: float | None)
     )
 
 
-def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device) -> Iterator[str]:
+def _notes(work: Work, schedule: Schedule) -> Iterator[str]:
     """Notes that a reader of the figures should know from the start, one line each."""
     if work.cuda_graphs:
         yield "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
-    elif work.compile_mode in GRAPH_MODES:
-        yield f"--compile-mode {work.compile_mode}: a CPU has no CUDA graphs"
     if work.fp8 and work.fp8.emulated:
         yield "FP8 was emulated: the figures say nothing of FP8's speed"
     if work.trains and work.config.experts and work.config.experts.aux_loss:
@@ -168,8 +167,6 @@ def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device)
         yield f"modules of multi-token prediction: {n} left out"
     if "recurrent" in work.config.parts:
         yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
-    if snapshot and device.type == "cpu":
-        yield "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"
     if schedule.captured:
         where = "inside" if schedule.captures_in_window else "after"
         yield f"a profiler looked at steps {where} the measured window"

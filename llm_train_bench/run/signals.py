@@ -103,12 +103,12 @@ class Heard:
 class Wish:
     """The first signal that asks this process to save and to stop, in `number`; None until it comes."""
 
-    def __init__(self):
-        self.number = early_wish()
+    number: int | None = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, that signal is only noted. Another one does what it did before."""
+        self.number = early_wish()
         heard = Heard(self.number)
 
         def note(number: int, frame) -> None:

@@ -6,11 +6,11 @@ last, so what has the name is complete.
 
 import dataclasses
 import json
+import os
 import shutil
-import time
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -27,6 +27,8 @@ from llm_train_bench.run.provenance import default_name, describe_training
 from llm_train_bench.settings.plan import Plan
 
 LOCK = "run.lock"
+# What must be the same where only the weights of a checkpoint are taken.
+SAME_WEIGHTS = "the model", "--pad-vocab", "--lora-rank", "--lora-targets"
 # So many of the newest checkpoints are kept.
 KEPT = 2
 
@@ -125,16 +127,6 @@ class Start:
         """What other ranks get: all except the lock, which rank 0 holds."""
         return vars(self) | {"lock": None}
 
-    def open(self) -> None:
-        """Take the directory; set aside what cannot be used of the attempts before this one."""
-        self.lock = self.lock or hold_lock(self.directory / LOCK, "--run-name")
-        for path in (self.directory / "errors", *self.directory.glob("checkpoints/step-*.tmp")):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in checkpoints_at(self.directory / "checkpoints"):
-            if step_of(path) > self.attempts[-1].first_step:
-                path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-        remove_older(self.directory / "checkpoints")
-
 
 def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
     """Where this run starts, the same on every rank, and the plan of the remaining steps.
@@ -152,22 +144,30 @@ def _find_start(plan: Plan) -> Start:
     """Where this run starts, with the lock of a directory that it goes on in. Nothing else decides it."""
     flags = plan.args
     name = flags.run_name or default_name(plan.work.config.name, vars(flags))
-    saves = flags.save_every or flags.resume
-    start = Start(Path(flags.output_dir) / name, describe_training(plan) if saves else {})
-    if flags.init_from and (Path(flags.init_from) / FACTS).exists():
-        start.initial = newest_good([Path(flags.init_from)], start.notes)
-        if not start.initial:
-            raise UsageError(f"--init-from {start.notes[0]}")
+    initial = flags.init_from if Path(flags.init_from or "", FACTS).exists() else None
+    describes = flags.save_every or flags.resume or initial
+    start = Start(Path(flags.output_dir) / name, describe_training(plan) if describes else {})
     goes_on = flags.resume == "auto" and start.directory.exists()
     if goes_on:
-        if any(start.directory.iterdir()) and not (start.directory / LOCK).exists():
+        names = {path.name for path in start.directory.iterdir()}
+        if names and not names & {LOCK, "result.json", "checkpoints", "errors"}:
             why = "is no directory of a run; choose another --run-name"
             raise UsageError(f"{start.directory}: {why}")
         start.lock = hold_lock(start.directory / LOCK, "--run-name")
     first_step = _find_checkpoint(start, flags.resume) if flags.resume else 0
+    if start.checkpoint and not plan.schedule.total:
+        raise UsageError("--export with --init-from CHECKPOINT only converts; leave one out")
+    if initial and not start.checkpoint:
+        start.initial = _newest_same([Path(initial)], start, SAME_WEIGHTS)
+        if not start.initial:
+            raise UsageError(f"--init-from {start.notes[-1]}")
     steps = read_steps(start.directory / "steps.jsonl") if goes_on else []
+    steps = [step for step in steps if {"at", "step_time_s"} <= step.keys()]
     if goes_on:
         _read_attempts(start, steps, first_step)
+    if start.attempts and start.attempts[0].first_step > first_step:
+        why = "and has no checkpoint of its own; choose another --run-name"
+        raise UsageError(f"{start.directory}: began in the middle of another run, {why}")
     lost = (step["step_time_s"] for step in steps if step["step"] >= first_step)
     start.attempts.append(begin_attempt(first_step, sum(lost)))
     return start
@@ -176,21 +176,32 @@ def _find_start(plan: Plan) -> Start:
 def _find_checkpoint(start: Start, resume: str) -> int:
     """Find the checkpoint to go on from; its step, or 0 where there is none yet."""
     source = start.directory / "checkpoints" if resume == "auto" else Path(resume)
+    if os.path.lexists(source):
+        next(source.iterdir(), None)  # or what cannot be read would seem empty
     found = checkpoints_at(source)
-    start.checkpoint = newest_good(found, start.notes)
-    if start.checkpoint is None:
-        if found or resume != "auto":
-            why = f" ({start.notes[0]})" if start.notes else ""
-            raise UsageError(f"--resume {source}: holds no checkpoint that can be read{why}")
-        start.notes.append(f"no checkpoint of {start.directory.name}; starts from step 0")
-        return 0
-    path, facts = start.checkpoint
-    for what in facts.training | start.training:
-        before, now = facts.training.get(what), start.training.get(what)
-        if before != now:
-            why = f"the checkpoint {path} was trained with {before}; give the same"
-            raise UsageError(f"{what} {now}: {why}")
-    return facts.step
+    start.checkpoint = _newest_same(found, start)
+    if start.checkpoint:
+        return start.checkpoint[1].step
+    if found or resume != "auto":
+        why = f" ({start.notes[0]})" if start.notes else ""
+        raise UsageError(f"--resume {source}: holds no checkpoint that can be read{why}")
+    start.notes.append(f"no checkpoint of {start.directory.name}; starts from step 0")
+    return 0
+
+
+def _newest_same(
+    paths: Sequence[Path], start: Start, names: Iterable[str] = ()
+) -> tuple[Path, Facts] | None:
+    """The newest good checkpoint; UsageError if it was trained with others of these names, or of all."""
+    found = newest_good(paths, start.notes)
+    if found is None:
+        return None
+    before, now = found[1].training, start.training
+    for what in names or before | now:
+        if before.get(what) != now.get(what):
+            why = f"the checkpoint {found[0]} was trained with {before.get(what)}; give the same"
+            raise UsageError(f"{what} {now.get(what)}: {why}, or start from an export of it")
+    return found
 
 
 def _read_attempts(start: Start, steps: list[dict[str, Any]], first_step: int) -> None:

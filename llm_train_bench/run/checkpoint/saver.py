@@ -24,7 +24,6 @@ from llm_train_bench.apply.sharded import shard_of_whole
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import checksum, first_cause
 from llm_train_bench.measure.device import synchronize
-from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.weights import Shard
 from llm_train_bench.results.console import say
@@ -104,14 +103,6 @@ def load(run: Run, model: HasWeights, optimizer: Optimizer, path: Path) -> None:
     for parameter in learnt:
         parameter.grad = None
     read(path, whole_state(run, model, optimizer))
-
-
-@torch.no_grad()
-def load_weights(model: HasWeights, config: ModelConfig, path: Path) -> None:
-    """Set the parameters of a config from a checkpoint of any layout; LoRA's adapters stay."""
-    base = {f"p/{name}" for name in config.weights}
-    tensors = state_tensors(model, {})
-    read(path, {name: tensor for name, tensor in tensors.items() if name.partition(",")[0] in base})
 
 
 def cause_of(error: api.CheckpointException) -> str:
