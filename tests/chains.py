@@ -46,7 +46,7 @@ SETTINGS = {
     "zero1": Setting("llama", "--lr 1e-3", ("train_ddp.py 2 --bsz 2 --zero1", *DP[:3])),
     "tp": Setting("llama", SGD, (*(f"train_fsdp.py {n} --tp 2 --bsz {8 // n}" for n in (2, 4)), DP[1])),
     "cp": Setting("llama", SGD, ("train_fsdp.py 2 --cp 2 --bsz 4", *DP[:2])),
-    "ep": Setting("qwen3_moe", SGD, ("train_fsdp.py 2 --ep 2 --bsz 2", *DP[1:3])),
+    "ep": Setting("qwen3_moe", SGD.replace("0.1", "0.01"), ("train_fsdp.py 2 --ep 2 --bsz 2", *DP[1:3])),
     "pp": Setting("llama", SGD, ("train_pp.py 2 --pp 2 --bsz 1 --grad-acc-steps 4", *DP[:2])),
 }  # fmt: skip
 KINDS = ("script", "torchrun", "nodes", "srun")

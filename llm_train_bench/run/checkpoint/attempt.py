@@ -29,8 +29,7 @@ from llm_train_bench.settings.plan import Plan
 LOCK = "run.lock"
 # What must be the same where only the weights of a checkpoint are taken.
 SAME_WEIGHTS = "the model", "--pad-vocab", "--lora-rank", "--lora-targets"
-# So many of the newest checkpoints are kept.
-KEPT = 2
+KEPT = 2  # of the newest checkpoints
 
 
 class Facts(Strict):
@@ -193,8 +192,7 @@ def _newest_same(
     paths: Sequence[Path], start: Start, names: Iterable[str] = ()
 ) -> tuple[Path, Facts] | None:
     """The newest good checkpoint; UsageError if it was trained with others of these names, or of all."""
-    found = newest_good(paths, start.notes)
-    if found is None:
+    if (found := newest_good(paths, start.notes)) is None:
         return None
     before, now = found[1].training, start.training
     for what in names or before | now:
