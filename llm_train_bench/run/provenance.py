@@ -234,7 +234,7 @@ def container_image(environ: Mapping[str, str]) -> dict[str, str | None] | None:
 def source_revision() -> dict[str, str | bool | None]:
     """Git revision of this source tree, and whether it holds uncommitted changes."""
     # In a container the tree often belongs to another user, which git refuses to read unasked.
-    git = ("git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
+    git = ("git", "--no-optional-locks", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
     # An image has the tree without its history; it knows the revision it was built from. An installed
     # package has neither, though it may lie inside a user's repository.
     sha = output_of(*git, "rev-parse", "HEAD") if (ROOT / ".git").exists() else None
