@@ -180,9 +180,7 @@ def test_modules_of_multi_token_prediction_are_left_out(family, key, tensor, tmp
     save_file(tensors | {name: torch.zeros(1)}, tmp_path / "model.safetensors")
     check_pretrained(shape, tmp_path)
     plan = plan_of(["x.json", "--device", "cpu"], platform="cpu", config=shape)
-    assert "modules of multi-token prediction: 1 left out" in [
-        *_notes(plan.work, plan.schedule, False, CPU)
-    ]
+    assert "modules of multi-token prediction: 1 left out" in [*_notes(plan.work, plan.schedule)]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe", "gpt_oss"])
@@ -214,7 +212,7 @@ def test_a_balance_loss_is_named_in_the_result():
     for logits in (True, False):
         shape = config("mixtral", output_router_logits=logits)
         plan = plan_of(["x.json", "--device", "cpu"], config=shape)
-        notes = "".join(_notes(plan.work, plan.schedule, False, CPU))
+        notes = "".join(_notes(plan.work, plan.schedule))
         assert ("the balance loss is of each layer, summed" in notes) == logits
 
 
