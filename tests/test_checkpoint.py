@@ -190,8 +190,9 @@ def test_a_copy_is_a_run_of_its_own(same_name, tmp_path):
     assert train(copy.parent, *AUTO, "--run-name", copy.name) == 0
     assert first_steps(copy.parent, copy.name) == [0, 5, 10] and steps_in(copy) == ["15", "20"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a/r").rglob("*")} == first
-    assert len(records_of(tmp_path)) == 2
-    assert len(losses_of(copy)) == 20
+    assert len(records_of(tmp_path)) == 2 and len(losses_of(copy)) == 20
+    ids = result(tmp_path / "a")["run_id"], result(copy.parent, copy.name)["run_id"]
+    assert (ids[0] == ids[1]) is same_name
 
 
 @pytest.mark.parametrize("what, why", [
