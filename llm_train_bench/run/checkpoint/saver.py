@@ -146,7 +146,7 @@ class StepWriter(filesystem.FileSystemWriter):
         saved = Facts(step=self.step, training=run.start.training, result=run.result, files=files)
         commit(saved, self.directory)
         m.n_checkpoints = (m.n_checkpoints or 0) + 1
-        m.checkpoint_bytes = sum(part.length for part in metadata.storage_data.values())
+        m.checkpoint_bytes = sum(part.size_in_bytes for parts, _ in results for part in parts)
         m.checkpoint_write_s = time.perf_counter() - self.begin
 
 
