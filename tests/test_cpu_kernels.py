@@ -182,9 +182,9 @@ def test_long_steps_on_a_cpu_of_amd_are_by_onednn(tmp_path, monkeypatch):
     flags = words("--device cpu --amp off --bsz 2 --seq-len 32 --warmup-steps 1 --n-steps 2")
     config = helpers.write_config(tmp_path, FAMILIES["gpt2"])
     for name, least, library in (
-        ("AMD EPYC", 0, "onednn"),
-        ("AMD EPYC", 1e99, "plain"),
-        ("Xeon", 0, "plain"),
+        ("AMD X", 0, "onednn"),
+        ("AMD X", 1e99, "plain"),
+        ("Another", 0, "plain"),
     ):
         monkeypatch.setattr(machine, "_processor", lambda name=name: (name, set()))
         monkeypatch.setattr("llm_train_bench.settings.plan.LONG_STEP", least)
