@@ -9,15 +9,15 @@ Takes ten minutes on a GPU, one to three on a CPU. docs/CHECK.md explains figure
 import dataclasses
 import functools
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import llm_train_bench.base.start  # noqa: F401
 from llm_train_bench.base.start import ROOT
 
+from llm_train_bench.base.children import private_directory
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.machine import Platform, detect_platform
+from llm_train_bench.base.machine import Platform, detect_platform, n_cores
 from llm_train_bench.base.tool_main import print_apart, run_tool, tool
 from llm_train_bench.check import machine_check
 from llm_train_bench.check.verify import verify_file
@@ -75,9 +75,17 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         raise UsageError(f"{args.output_dir}: cannot be written: {error.strerror}") from None
     chosen = chosen or [w for w in workloads().values() if w.device == device]
+    if any((Path(args.output_dir or ".") / w.name).exists() for w in chosen) and args.output_dir:
+        raise UsageError(
+            f"--output-dir {args.output_dir}: has runs of a check already; choose another"
+        )
     ranks, shared = args.nproc or gpu_count(kind), ROOT / "results"
+    if ranks > (most := n_cores() if kind == "cpu" else gpu_count(kind)):
+        raise UsageError(
+            f"--nproc {ranks}: this machine has {most} {'cores' if kind == 'cpu' else 'GPUs'}"
+        )
     others = read_records([str(shared)], lambda line: None, LogFacts()) if shared.is_dir() else []
-    with tempfile.TemporaryDirectory() as temporary:
+    with private_directory() as temporary:
         directory = Path(args.output_dir or temporary)
         result = machine_check.check_machine(
             kind, chosen, ranks, directory, args.at_least, others, say

@@ -13,19 +13,18 @@ torch itself.
 import dataclasses
 import json
 import shlex
-import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from llm_train_bench.base.start import INTERRUPTED, ROOT
+from llm_train_bench.base.start import ROOT
 
-from llm_train_bench.base.errors import UsageError, printable
+from llm_train_bench.base.errors import Interrupted, UsageError, printable
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.machine import Platform, detect_platform
 from llm_train_bench.base.tables import write_rows
-from llm_train_bench.base.tool_main import run_tool, tool
+from llm_train_bench.base.tool_main import print_apart, run_tool, tool
 from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.report import by_speed, runs_table, show_comparison
 from llm_train_bench.model.json_files import shipped_config
@@ -87,7 +86,7 @@ class SweepArgs(ProcessFlags, SettingsFlags):
 
 @tool("sweep.py")
 def main(argv: Sequence[str]) -> int:
-    """Sweep, and return the exit code: 0; 2 for bad input; 1 if no run was ok; 130 on Ctrl-C."""
+    """Sweep, and return the exit code: 0; 2 for bad input; 1 if no run was ok. A signal passes on."""
     args = parse_dataclass(SweepArgs, argv, "sweep.py")
     experiment, where = experiment_of(args)
     platform = detect_platform() if args.platform == "auto" else args.platform
@@ -135,13 +134,13 @@ def main(argv: Sequence[str]) -> int:
         show_comparison(rows_of_table)
         written = f"wrote rows.jsonl, runs.csv and runs/ in {directory}"
         print(f"{written}; compare.py {directory} makes a report")
-    except (KeyboardInterrupt, OSError) as error:
-        why = "\nsweep.py: interrupted"
-        if isinstance(error, OSError):
-            why = f"sweep.py: {error.filename or directory}: {error.strerror}"
-        again = "the same command goes on from there"
-        print(f"{why}; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) else INTERRUPTED
+    except (KeyboardInterrupt, Interrupted, OSError) as error:
+        kept = f"rows kept: {len(rows.rows)}; the same command goes on from there"
+        if not isinstance(error, OSError):
+            print_apart("sweep.py", kept)
+            raise
+        print_apart("sweep.py", f"{error.filename or directory}: {error.strerror}; {kept}")
+        return 1
     return 0 if any(row["status"] == "ok" for row in measured) else 1
 
 

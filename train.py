@@ -24,9 +24,8 @@ from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint.attempt import resolve_start
 from llm_train_bench.run.launch import launch
-from llm_train_bench.run.life import Run
+from llm_train_bench.run.training_run import Run
 from llm_train_bench.settings.plan import Plan
 
 
@@ -41,8 +40,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     fp8 = apply_fp8(model, work, device)
     pretrained = check_pretrained(work.config, args.init_from)
 
-    plan, start = resolve_start(plan, ranks)
-    with Run(plan, start, device, ranks, fp8, kernel) as run:
+    with Run(plan, device, ranks, fp8, kernel) as run:
         apply_weight_formats(model, work)
         apply_kernels(model, work)
         apply_recompute(model, work.recompute, fp8, work.compiled)
@@ -51,7 +49,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         materialize(model, device, args.seed, pretrained)
         optimizer = build_optimizer(model, plan.optimizer)
         saver = loop.build_saver(run, model, optimizer)
-        samples = sample_plan(plan.schedule, work.batch)
+        samples = sample_plan(run.schedule, work.batch)
         micro_batches = batches(data, samples, device)
         passes = loop.build_passes(run, model, micro_batches)
         step = loop.build_step(run, model, optimizer, passes, saver)

@@ -24,9 +24,8 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ddp import ReplicaLayout, apply_ddp, replica_optimizer
 from llm_train_bench.parallel.ranks import Ranks, join
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint.attempt import resolve_start
 from llm_train_bench.run.launch import launch_ranks
-from llm_train_bench.run.life import Run
+from llm_train_bench.run.training_run import Run
 from llm_train_bench.settings.plan import Plan
 
 
@@ -43,8 +42,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     pretrained = check_pretrained(work.config, args.init_from)
     join(ranks, device, args.dist_timeout)
 
-    plan, start = resolve_start(plan, ranks)
-    with Run(plan, start, device, ranks, fp8, kernel) as run:
+    with Run(plan, device, ranks, fp8, kernel) as run:
         apply_weight_formats(model, work)
         apply_kernels(model, work)
         apply_recompute(model, work.recompute, fp8, work.compiled)
@@ -54,7 +52,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         ddp = apply_ddp(model, work, device)
         optimizer = replica_optimizer(model, plan.optimizer, work, device)
         saver = loop.build_saver(run, model, optimizer)
-        samples = sample_plan(plan.schedule, work.batch, ranks.rank)
+        samples = sample_plan(run.schedule, work.batch, ranks.rank)
         micro_batches = batches(data, samples, device)
         passes = loop.build_passes(run, ddp, micro_batches, ddp.no_sync)
         step = loop.build_step(run, ddp, optimizer, passes, saver)

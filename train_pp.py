@@ -25,9 +25,8 @@ from llm_train_bench.parallel.layout import RankLayout
 from llm_train_bench.parallel.pipeline import Pipeline
 from llm_train_bench.parallel.ranks import Ranks, join
 from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint.attempt import resolve_start
 from llm_train_bench.run.launch import launch_ranks
-from llm_train_bench.run.life import Run
+from llm_train_bench.run.training_run import Run
 from llm_train_bench.settings.plan import Plan
 
 
@@ -44,8 +43,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     pretrained = check_pretrained(work.config, args.init_from)
     join(ranks, device, args.dist_timeout)
 
-    plan, start = resolve_start(plan, ranks)
-    with Run(plan, start, device, ranks, fp8, kernel) as run:
+    with Run(plan, device, ranks, fp8, kernel) as run:
         meshes = layout.connect(device, args.dist_timeout)
         for stage in model.stages:
             apply_kernels(stage, work)
@@ -56,7 +54,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         materialize_shards(model, device, args.seed, pretrained)
         optimizer = build_optimizer(model, plan.optimizer)
         saver = loop.build_saver(run, model, optimizer)
-        samples = sample_plan(plan.schedule, work.batch, layout.data_rank)
+        samples = sample_plan(run.schedule, work.batch, layout.data_rank)
         micro_batches = batches(data, samples, device)
         passes = loop.build_pipelined_passes(run, model, micro_batches)
         step = loop.build_step(run, model, optimizer, passes, saver)

@@ -66,9 +66,9 @@ def metered_loop(n: int, device: torch.device, case: Case, costs: list[float]) -
     step, sizes = step_of(case, device), {"tokens_per_step": bsz * T, "seq_len": T}
     loss, own = torch.zeros((), device=device), []
     with tempfile.TemporaryDirectory() as out, uncollected():
-        options = {"output_dir": out, "quiet": True, "observe": False, "warmup_steps": WARMUP}
+        options = {"output_dir": out, "quiet": True, "warmup_steps": WARMUP}
         with Meter(path, n_steps=n, **sizes, **options) as meter:
-            while not meter.done:
+            for _ in range(WARMUP + n):
                 begin = time.perf_counter()
                 with meter.step() as metered:
                     before = time.perf_counter()

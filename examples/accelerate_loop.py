@@ -25,7 +25,6 @@ def main(path: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=True)
     loader = DataLoader(tokens, BSZ, shuffle=True, drop_last=True)  # pyright: ignore[reportArgumentType]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    batches = iter(loader)
     meter = Meter(
         path,
         tokens_per_step=BSZ * SEQ_LEN * ACCUMULATION * accelerator.num_processes,
@@ -34,21 +33,14 @@ def main(path: str) -> None:
         n_steps=N_STEPS,
         device=accelerator.device,
     )
+    micro_batches = (WARMUP_STEPS + N_STEPS + 1) * ACCUMULATION  # one step is traced
     with meter:
-        while not meter.done:
-            with meter.step() as step:  # an optimizer step, with all of its micro batches
-                for _ in range(ACCUMULATION):
-                    with meter.part("data"):
-                        ids = next(batches)
-                    with accelerator.accumulate(model):
-                        with meter.part("forward"):
-                            loss = model(input_ids=ids, labels=ids).loss
-                        with meter.part("backward"):
-                            accelerator.backward(loss)
-                        with meter.part("optimizer"):
-                            optimizer.step()
-                            optimizer.zero_grad()
-                step.loss = loss
+        for _, ids in zip(range(micro_batches), loader, strict=False):
+            with meter.step(every=ACCUMULATION) as step, accelerator.accumulate(model):
+                step.loss = model(input_ids=ids, labels=ids).loss
+                accelerator.backward(step.loss)
+                optimizer.step()
+                optimizer.zero_grad()
     accelerator.end_training()
 
 

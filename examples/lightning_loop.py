@@ -10,35 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llm_train_bench import Meter
+from llm_train_bench import LightningMeterCallback
 
 BSZ, SEQ_LEN, WARMUP_STEPS, N_STEPS = 4, 128, 5, 20
-
-
-class MeterCallback(lightning.Callback):
-    """Measures the optimizer steps of `trainer.fit`; `options` are those of Meter."""
-
-    def __init__(self, **options: Any):
-        self.options = options
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.meter = Meter(device=module.device, **self.options).__enter__()
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        if index % trainer.accumulate_grad_batches == 0:
-            self.context = self.meter.step()
-            self.step = self.context.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        if (args[-1] + 1) % trainer.accumulate_grad_batches == 0:
-            self.step.loss = outputs["loss"] * trainer.accumulate_grad_batches
-            self.context.__exit__(None, None, None)
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        self.meter.__exit__(type(exception), exception, None)
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.meter.__exit__(None, None, None)
 
 
 class LanguageModel(lightning.LightningModule):
@@ -60,7 +34,7 @@ def main(path: str) -> None:
     config = AutoConfig.for_model(**json.loads(Path(path).read_text()))
     tokens = torch.randint(0, config.vocab_size, (BSZ * 100, SEQ_LEN))
     sizes = {"tokens_per_step": BSZ * SEQ_LEN, "seq_len": SEQ_LEN}
-    meter = MeterCallback(config=path, warmup_steps=WARMUP_STEPS, n_steps=N_STEPS, **sizes)
+    meter = LightningMeterCallback(path, warmup_steps=WARMUP_STEPS, n_steps=N_STEPS, **sizes)
     trainer = lightning.Trainer(
         accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices=1,

@@ -12,17 +12,26 @@ __version__ = "0.2.0"
 _PUBLIC = {
     "Meter": "run.meter",
     "HFMeterCallback": "run.hf_callback",
+    "LightningMeterCallback": "run.lightning_callback",
     "assert_no_regression": "compare.gate",
     "estimate_step": "estimate.predict",
     "read_result": "results.result_files",
 }
-__all__ = ["HFMeterCallback", "Meter", "assert_no_regression", "estimate_step", "read_result"]
+__all__ = [
+    "HFMeterCallback",
+    "LightningMeterCallback",
+    "Meter",
+    "assert_no_regression",
+    "estimate_step",
+    "read_result",
+]
 
 if TYPE_CHECKING:
     from llm_train_bench.compare.gate import assert_no_regression
     from llm_train_bench.estimate.predict import estimate_step
     from llm_train_bench.results.result_files import read_result
     from llm_train_bench.run.hf_callback import HFMeterCallback
+    from llm_train_bench.run.lightning_callback import LightningMeterCallback
     from llm_train_bench.run.meter import Meter
 
 

@@ -222,10 +222,18 @@ def suggest_config(path: Path) -> str:
 
 
 def load_config(
-    path: str | Path, vocab_multiple: int = 1, layers: int | None = None
+    source: str | Path | Any, vocab_multiple: int = 1, layers: int | None = None
 ) -> ModelConfig:
-    """Read a config.json (or a directory with one), or its first `layers`; ConfigError if unusable."""
-    path = Path(path)
+    """The model of a config.json, or its first `layers`; ConfigError if unusable.
+
+    `source` is its path, that of a directory with one, its content, or a config of transformers.
+    """
+    if not isinstance(source, str | Path):
+        raw = dict(source.to_dict() if hasattr(source, "to_dict") else source)
+        return parse_config(
+            raw, getattr(source, "name_or_path", "") or raw.get("model_type", "model")
+        )
+    path = Path(source)
     try:
         path = path / "config.json" if path.is_dir() else path
         raw = parse_json(plain_text(path, encoding="utf-8-sig"))

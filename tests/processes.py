@@ -74,6 +74,8 @@ def _run(argv: list[str], call: dict) -> int:
     subprocess._active.clear()
     if call["start_new_session"]:
         os.setsid()
+    if call["preexec_fn"]:
+        call["preexec_fn"]()
     for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
         if call[name] != -1:
             os.dup2(call[name], number)
@@ -97,7 +99,7 @@ def _run(argv: list[str], call: dict) -> int:
     if directory := os.environ.get(MARK):
         (Path(directory) / str(os.getpid())).write_text(json.dumps(dict(os.environ)))
     torch.set_num_threads(1)  # OpenMP's other threads were not forked
-    tempfile.tempdir = start._agent = start._wish = None
+    tempfile.tempdir = start._agent = start._requested = None
     subprocess.Popen = subprocess_handler.Popen = Warm
     if argv[0] == "-m":
         argv = [importlib.util.find_spec(argv[1]).origin, *argv[2:]]

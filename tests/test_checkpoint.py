@@ -324,7 +324,7 @@ def test_a_run_in_two_pieces_is_the_run_in_one(flags, tmp_path, monkeypatch):
 
 def test_a_wish_from_before_the_training_ends_it_two_steps_on(tmp_path, monkeypatch, capsys):
     def measure(*args, real=loop.measure):
-        monkeypatch.setattr(signals, "early_wish", lambda: signal.SIGUSR1)
+        monkeypatch.setattr(signals, "early_stop_request", lambda: signal.SIGUSR1)
         real(*args)
 
     monkeypatch.setattr(loop, "measure", measure)

@@ -28,11 +28,17 @@ from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import MEETING, Ranks, collective_timeout, find_ranks, join
 from llm_train_bench.results.result_files import complete_result
 from llm_train_bench.run import agent, launch, signals
-from llm_train_bench.run.agent import first_failure
-from llm_train_bench.run.failures import LOST, classify, first_error, keep_error, report
+from llm_train_bench.run.failures import (
+    LOST,
+    classify,
+    first_error,
+    first_failure,
+    keep_error,
+    report,
+)
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.launch import launch_ranks
-from llm_train_bench.run.life import Run
+from llm_train_bench.run.training_run import Run
 from tests.helpers import ROOT, answers, free_port, only_result, read_steps, result_of
 from tests.processes import TORCHRUN, Started, signal_all, training, wait_until
 
@@ -142,7 +148,7 @@ def test_a_signal_between_an_error_and_its_report_hides_neither(monkeypatch, cap
             signal.raise_signal(signal.SIGTERM)
         return real(handler, *numbers)
 
-    monkeypatch.setattr(launch, "handled_by", signalled)
+    monkeypatch.setattr(signals, "handled_by", signalled)
     assert launch.launch(train.train, ["configs/none.json"], "train.py") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train.py: ") and "none.json" in line

@@ -1,4 +1,4 @@
-"""Meter and HFMeterCallback: measured loops of others, and that their results are read as any run's."""
+"""Meter and its callbacks: measured loops of others, and that their results are read as any run's."""
 
 import contextlib
 import copy
@@ -20,13 +20,10 @@ from torch import nn
 import compare
 import llm_train_bench
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.files import shown_command, without_secrets
+from llm_train_bench.base.redaction import redact_command, shown_command
 from llm_train_bench.compare.setting import identity, name_by_itself
-from llm_train_bench.formulas.flops import flops_per_token
-from llm_train_bench.model.config import load_config
-from llm_train_bench.model.json_keys import ConfigError
 from llm_train_bench.results.result_files import read_result
-from llm_train_bench.run import meter as meter_module
+from llm_train_bench.run import record as record_module
 from llm_train_bench.run.meter import Meter
 from tests import helpers
 from tests.helpers import ROOT, noted, only_result, read_steps, records_of, trained
@@ -34,6 +31,11 @@ from tests.processes import TORCHRUN, forked
 
 TINY = str(ROOT / "configs/gpt2-tiny.json")
 SMALL = {"tokens_per_step": 32, "warmup_steps": 2, "n_steps": 3}
+LOOP = f"""
+import os, signal, sys, time
+from llm_train_bench import Meter
+meter = Meter({TINY!r}, output_dir="runs", quiet=True, tokens_per_step=8, warmup_steps=1, n_steps=100)
+"""
 
 
 def measure(directory, steps=5, body=lambda step, i: None, config=TINY, **options) -> Path:
@@ -42,7 +44,7 @@ def measure(directory, steps=5, body=lambda step, i: None, config=TINY, **option
         for i in range(steps):
             with meter.step() as step:
                 body(step, i)
-    return meter.directory / "result.json"
+    return directory / meter.result.run_name / "result.json"
 
 
 @pytest.fixture
@@ -63,15 +65,17 @@ def test_a_loop_has_the_figures_of_train_py(tmp_path):
     own = trained(tmp_path / "own", TINY, "--device cpu --amp off --bsz 2 --seq-len 32 --n-steps 3")
     model = transformer()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with Meter(TINY, output_dir=tmp_path, tokens_per_step=64, warmup_steps=1, n_steps=3) as meter:
-        while not meter.done:
+    sizes = {"tokens_per_step": 64, "seq_len": 32, "warmup_steps": 1, "n_steps": 3}
+    with Meter(TINY, output_dir=tmp_path, **sizes) as meter:
+        for _ in range(5):
             ids = torch.randint(model.config.vocab_size, (2, 32))
             with meter.step() as step:
                 step.loss = model(input_ids=ids, labels=ids).loss
                 step.loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    theirs = json.loads((meter.directory / "result.json").read_text())
+    directory = tmp_path / meter.result.run_name
+    theirs = json.loads((directory / "result.json").read_text())
     assert theirs["status"] == "ok" and theirs.keys() == own.keys()
     assert theirs["model"]["hash"] == own["model"]["hash"]
     same = ("flops_per_token_palm", "flops_per_token_causal", "n_measured_steps")
@@ -87,36 +91,41 @@ def test_a_loop_has_the_figures_of_train_py(tmp_path):
     lines = read_steps(tmp_path)
     assert [s["phase"] for s in lines] == ["warmup"] + 3 * ["measure"]
     assert theirs["metrics"]["first_loss"] == lines[0]["loss"] > 0
-    assert list((meter.directory / "tensorboard").iterdir())
-    (record,) = records_of(meter.directory)
+    assert list((directory / "tensorboard").iterdir())
+    (record,) = records_of(directory)
     assert record.invalid == [] and record.tokens_per_sec_per_gpu and record.step_times_s
+    result = llm_train_bench.read_result(directory)
+    assert result.model_dump(mode="json")["metrics"] == theirs["metrics"]
+    assert meter.result.metrics.tokens_per_sec == m["tokens_per_sec"]
 
 
-def test_step_times_add_up_and_hold_the_time_between_steps(tmp_path):
+def test_step_times_hold_the_time_between_steps_but_no_pause(tmp_path):
     with Meter(flops_per_token=1e6, output_dir=tmp_path, quiet=True, **SMALL) as meter:
         began = time.perf_counter()
-        for _ in range(5):
+        for i in range(5):
             time.sleep(0.02)  # as a loader does
             with meter.step():
                 time.sleep(0.01)
-                with meter.part("forward"):
-                    time.sleep(0.01)
+            if i == 0:
+                with meter.paused():
+                    time.sleep(0.2)
         elapsed = time.perf_counter() - began
     r, steps = only_result(tmp_path), read_steps(tmp_path)
-    assert all(s["data_time_s"] >= 0.02 and s["forward_time_s"] >= 0.02 for s in steps)
-    assert all(s["step_time_s"] >= 0.04 and s["backward_time_s"] is None for s in steps)
-    assert sum(s["step_time_s"] for s in steps) <= elapsed
+    assert all(s["data_time_s"] >= 0.02 and s["backward_time_s"] is None for s in steps)
+    assert all(s["step_time_s"] >= 0.03 for s in steps)
+    assert sum(s["step_time_s"] for s in steps) <= elapsed - 0.2
     assert r["metrics"]["window_s"] == pytest.approx(sum(s["step_time_s"] for s in steps[2:]))
     m = r["metrics"]
     assert m["model_tflops_per_gpu"] == pytest.approx(m["tokens_per_sec"] / 1e6)
     assert m["flops_per_token_causal"] is m["mfu_causal"] is None
+    assert read_result(tmp_path / r["run_name"]).invalid == []
 
 
 def test_the_device_is_waited_for_at_the_windows_ends_alone(measured, monkeypatch):
     waited, n = [], []
-    monkeypatch.setattr(meter_module, "synchronize", lambda device: waited.append(len(n)))
+    monkeypatch.setattr(record_module, "synchronize", lambda device: waited.append(len(n)))
     measured(6, lambda step, i: n.append(i))
-    assert set(waited) <= {2, 5, 6} and {2, 5} <= set(waited)
+    assert set(waited) == {2, 5}
 
 
 @pytest.mark.parametrize("at, n", [(4, 2), (5, 3)], ids=["measured", "traced"])
@@ -135,43 +144,126 @@ def test_a_failure_leaves_what_was_measured(at, n, tmp_path, measured):
     assert r["metrics"]["n_measured_steps"] == n and len(read_steps(tmp_path)) == n + 2
 
 
-@pytest.mark.parametrize("steps, measured_steps, note", [
-    (1, 0, "the loop ended after 0 of 3 measured steps"),
-    (4, 2, "the loop ended after 2 of 3 measured steps"),
-    (5, 3, "mfu and TFLOP/s are null: no seq_len was given; lengths seen: none"),
-    (9, 3, None),
-])  # fmt: skip
-def test_a_loop_of_any_length(measured, tmp_path, steps, measured_steps, note):
-    """After the measured steps and the traced one nothing is written."""
-    embed = nn.Embedding(9, 4)
-    r = measured(steps, lambda step, i: embed(torch.arange(8).view(2, 4)).sum().backward())
-    assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == measured_steps
-    assert len(read_steps(tmp_path)) == min(steps, 5)
-    assert note is None or noted(r, note)
-    assert records_of(tmp_path)[0].invalid == ([note] if steps < 5 else [])
-    assert (r["observed"] is not None) == (steps > 5)
-    if steps > 5:  # no attention ran, and the look-up has four tokens a sample
-        assert r["observed"]["attention"] == {"forward": [], "backward": []}
-        assert r["batch"]["seq_len"] == 4 and r["metrics"]["flops_per_token_palm"]
+def sleeping(*pauses):
+    """Steps of 5 ms, and longer at some numbers."""
+    return lambda step, i: (time.sleep(dict(pauses).get(i, 0.005)), torch.ones(3).sum())
 
 
-def test_losses_that_are_unknown_and_not_finite(tmp_path):
-    assert read_result(measure(tmp_path, 6)).invalid == []
-    path = measure(tmp_path, 6, lambda step, i: setattr(step, "loss", torch.tensor(float("nan"))))
-    assert read_result(path).invalid == ["loss not finite"]
+# The steps of a loop and what they do; the result's status, measured steps, why invalid, a remark.
+LOOPS = {
+    "none": (0, sleeping(), {}, "failed", 0, "status failed", None),
+    "warm-up": (2, sleeping(), {}, "failed", 0, "status failed", None),
+    "two of three": (4, sleeping(), {}, "failed", 2, "status failed", None),
+    "all": (5, sleeping(), {}, "ok", 3, None, "give seq_len"),
+    "traced": (6, sleeping(), {}, "ok", 3, None, "give seq_len"),
+    "longer": (9, sleeping(), {}, "ok", 3, None, None),
+    "no warm-up": (3, sleeping(), {"warmup_steps": 0}, "ok", 3, None, None),
+    "one step": (1, sleeping(), {"warmup_steps": 0, "n_steps": 1}, "ok", 1, None, None),
+    "stalled": (8, sleeping((4, 0.6)), {"n_steps": 6}, "ok", 6, None, "times the median"),
+    "stalled before": (8, sleeping((1, 0.6)), {"n_steps": 6}, "ok", 6, None, None),
+    "nan": (5, lambda step, i: setattr(step, "loss", float("nan")), {}, "ok", 3, "loss not finite", None),
+    "no loss": (5, lambda step, i: None, {}, "ok", 3, None, None),
+    "other tokens": (5, lambda step, i: setattr(step, "tokens", 8 * (i + 1)), {}, "ok", 3, None, None),
+    "lengths": (5, lambda step, i: setattr(step, "seq_len", 8 + i % 2), {}, "ok", 3, None, "have [8, 9]"),
+    "a length": (5, lambda step, i: setattr(step, "seq_len", 8), {}, "ok", 3, None, "mfu is null"),
+    "no config": (5, sleeping(), {"config": None}, "ok", 3, None, "give config or flops_per_token"),
+}  # fmt: skip
 
 
-def test_an_evaluation_between_steps_belongs_to_none(tmp_path):
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_any_kind(name, measured, tmp_path):
+    """Half a window is no window, and after the measured steps and the traced one nothing is written."""
+    steps, body, options, status, n, invalid, remark = LOOPS[name]
+    r = measured(steps, body, **options)
+    assert r["status"] == status and r["metrics"]["n_measured_steps"] == n
+    warmup, wanted = (options.get(key, SMALL[key]) for key in ("warmup_steps", "n_steps"))
+    assert len(read_steps(tmp_path)) == min(steps, warmup + wanted)
+    assert records_of(tmp_path)[0].invalid == ([invalid] if invalid else [])
+    assert remark is None or noted(r, remark)
+    assert noted(r, "times the median") == (name == "stalled")
+    assert (r["observed"] is not None) == (steps > warmup + wanted)
+    if status == "failed":
+        assert r["error"] == f"the loop ended after {n} of {wanted} measured steps"
+    if name == "other tokens":
+        assert [s["tokens"] for s in read_steps(tmp_path)] == [8, 16, 24, 32, 40]
+        assert r["batch"]["tokens_per_step"] == 32 and r["args"]["tokens_per_step"] is None
+        rate = (24 + 32 + 40) / r["metrics"]["window_s"]
+        assert r["metrics"]["tokens_per_sec"] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_micro_batches_are_parts_of_a_step(every, tmp_path):
+    with Meter(
+        TINY, output_dir=tmp_path, quiet=True, warmup_steps=1, n_steps=3, seq_len=4
+    ) as meter:
+        for i in range(5 * every):
+            with meter.step(every=every) as step:
+                step.loss, step.tokens = torch.tensor(float(i)), 8
+                torch.ones(2).sum()
+    r, steps = only_result(tmp_path), read_steps(tmp_path)
+    assert r["status"] == "ok" and [s["tokens"] for s in steps] == 4 * [8 * every]
+    assert [s["loss"] for s in steps] == [every * n + (every - 1) / 2 for n in range(4)]
+    assert r["observed"] and r["batch"]["global_batch"] == 2 * every
+
+
+def test_starting_and_stopping_without_with(tmp_path):
+    meter = Meter(TINY, output_dir=tmp_path, quiet=True, **SMALL).start()
+    for _ in range(5):
+        with meter.step():
+            pass
+    meter.stop()
+    meter.stop()
+    assert meter.result.metrics.n_measured_steps == 3
+    assert only_result(tmp_path)["status"] == "ok"
+
+
+# How a process ends in the middle of a window: what it runs, its exit code, and its result.
+ENDS = {
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -15, "interrupted", "interrupted by SIGTERM"),
+    "SIGHUP": ("os.kill(os.getpid(), signal.SIGHUP)", -1, "interrupted", "interrupted by SIGHUP"),
+    "exit": ("sys.exit(3)", 3, "failed", "SystemExit: 3"),
+    "error": ("raise KeyError('x')", 1, "failed", "KeyError: 'x'"),
+    "end": ("break", 0, "failed", "RuntimeError: the process ended before the loop did"),
+    "theirs": ("signal.signal(15, lambda *_: sys.exit(7)); os.kill(os.getpid(), 15)", 7, "failed",
+               "SystemExit: 7"),
+    "child": ("os.fork() or sys.exit(9); os.wait(); os.kill(os.getpid(), 15)", -15, "interrupted",
+              "interrupted by SIGTERM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("with_statement", [True, False])
+@pytest.mark.parametrize("name", ENDS)
+def test_whatever_ends_a_process_all_steps_are_kept(name, with_statement, tmp_path):
+    """Also those that were not yet on disk; the process ends as it does without a Meter."""
+    do, code, status, error = ENDS[name]
+    loop = f"for i in range(60):\n    with meter.step():\n        pass\n    if i == 49:\n        {do}\n"
+    if with_statement:
+        loop = "with meter:\n" + "".join(f"    {line}\n" for line in loop.splitlines())
+        error = "the loop ended after 49 of 100 measured steps" if name == "end" else error
+    else:
+        loop = f"meter.start()\n{loop}"
+        if name in ("exit", "theirs"):  # nobody tells
+            error = "RuntimeError: the process ended before the loop did"
+    (tmp_path / "loop.py").write_text(LOOP + loop)
+    start = (
+        forked if with_statement or name.startswith("SIG") else helpers.python
+    )  # a fork runs no atexit
+    start([], tmp_path / "loop.py", cwd=tmp_path, code=code)
+    r = only_result(tmp_path / "runs")
+    assert (r["status"], r["error"]) == (status, error) and len(read_steps(tmp_path / "runs")) == 50
+    assert r["metrics"]["n_measured_steps"] == 49
+
+
+def test_a_pause_in_the_window_makes_a_run_invalid(tmp_path):
     with Meter(TINY, output_dir=tmp_path, quiet=True, **SMALL) as meter:
         for _ in range(6):
             with meter.step():
                 pass
-            time.sleep(0.05)
-            meter.paused("evaluation")
+            with meter.paused():
+                time.sleep(0.05)
     r = only_result(tmp_path)
-    assert r["metrics"]["window_evaluations"] == 3 and r["metrics"]["window_s"] < 0.05
-    path = tmp_path / r["run_name"] / "result.json"
-    assert read_result(path).invalid == ["evaluated in the window"]
+    assert r["metrics"]["window_s"] < 0.05
+    assert read_result(tmp_path / r["run_name"]).invalid == ["paused in the window"]
 
 
 def test_runs_without_settings_are_repeats_if_their_words_are_equal(tmp_path, monkeypatch):
@@ -183,56 +275,55 @@ def test_runs_without_settings_are_repeats_if_their_words_are_equal(tmp_path, mo
 
 
 @pytest.mark.parametrize("options, error", [
-    *((json.loads(options), error) for options, error in helpers.answers("meter_arguments.txt")),
-    ({"settings": {"amp": torch.bfloat16}}, "settings.amp=torch.bfloat16: Input should be a valid"),
-    ({"config": nn.Linear(1, 1)}, "must be a path, the content of a config.json, or a config of"),
+    *((json.loads(options), error.replace("\\n", "\n"))
+      for options, error in helpers.answers("meter_arguments.txt")),
+    ({"settings": {"amp": torch.bfloat16}}, "settings.amp"), ({"config": nn.Linear(1, 1)}, "Linear"),
+    ({"n_steps": np.float64(2.5)}, "n_steps"), ({"wrong": 1}, "wrong"),
 ])  # fmt: skip
-def test_bad_arguments_are_one_line(tmp_path, options, error):
-    with pytest.raises(UsageError, match=re.escape(error)):
-        Meter(**{"config": TINY, "output_dir": tmp_path} | SMALL | options)
+def test_bad_arguments_are_errors_of_an_api(tmp_path, options, error):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=re.escape(error)):
+        Meter(**{"config": TINY, "output_dir": str(tmp_path)} | SMALL | options)
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_use_is_one_line(tmp_path, monkeypatch):
+def test_bad_use_is_an_error_that_says_where(tmp_path, monkeypatch):
     def refused(message: str, context) -> None:
-        with pytest.raises(UsageError, match=message), context:
+        with pytest.raises(RuntimeError, match=message), context:
             pass
 
     def meter_of(**options) -> Meter:
         return Meter(TINY, output_dir=tmp_path, quiet=True, **SMALL | options)
 
     one, two = meter_of(run_name="once"), meter_of()
-    refused("must be called between two steps; the meter is not entered", one.step())
+    refused("must be called between two steps; the meter is not started", one.step())
     with one:
-        refused("another one is open in this process", two)
-        refused("must be called inside a step", one.part("forward"))
-        with pytest.raises(UsageError, match="'checkpoint' is not evaluation or save"):
-            one.paused("checkpoint")
         with one.step() as step:
             refused("the meter is inside a step", one.step())
-            refused("is not data, forward, backward", one.part("loss"))
-            with one.part("forward"):
-                refused("the meter is inside a part", one.part("backward"))
-                with pytest.raises(UsageError, match="the meter is inside a part"):
-                    one.paused("save")
+            refused("the meter is inside a step", one.paused())
             step.loss = 1.0
-    refused("the meter is at its end", one.step())
-    refused("cannot be used twice", one)
-    refused("exists already", meter_of(run_name="once"))
-    with two, two.step():
-        pass
-    same_second = meter_of()  # under another name
-    two_losses = pytest.raises(UsageError, match=r"step\.loss=.* has 2 elements")
-    with two_losses, same_second, same_second.step() as step:
+        with one.step(every=2):
+            pass
+        refused("not two micro batches", one.paused())
+        with two:  # as in a notebook, after a loop that failed
+            refused("must be called between two steps; the meter is at its end", one.step())
+    refused("must be called not started; the meter is at its end", one)
+    assert one.result.error == "RuntimeError: another Meter began"
+    with pytest.raises(
+        UsageError, match="exists already; nothing was touched, choose another run_name or"
+    ):
+        meter_of(run_name="once").start()
+    two_losses = pytest.raises((ValueError, RuntimeError), match=r"one element|2 elements")
+    with two_losses, meter_of() as meter, meter.step() as step:
         step.loss = torch.zeros(2)
-    assert len(list(tmp_path.iterdir())) == 3
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ValueError, match="give tokens_per_step, or set each step's"):
+        measure(tmp_path, tokens_per_step=None)
+    with pytest.raises(ValueError, match="no such file"):
         Meter("no-model.json", **SMALL)
     path = measure(tmp_path, config=None, name="meta-llama/Llama")
     assert path.parents[1] == tmp_path
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="a launcher started several ranks"):
+    with pytest.raises(RuntimeError, match="a launcher started several ranks"):
         Meter(TINY, **SMALL)
 
 
@@ -248,11 +339,14 @@ def test_configs_of_transformers_are_read_as_their_files(family, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(helpers.FAMILIES[family]))
     ours, read = (Meter(config, seq_len=16, **SMALL) for config in (path, theirs))
-    assert read.flops_per_token == ours.flops_per_token and ours.flops_per_token
+    assert read.result.model.n_matmul_parameters == ours.result.model.n_matmul_parameters
+    shapes = [meter.result.model.shape | {"name": None} for meter in (read, ours)]
+    assert shapes[0] == shapes[1]
+    assert read._flops_of(16) == ours._flops_of(16) and ours._flops_of(16)
 
 
 def trainer_of(out, model, warmup, measured, n=6, length=16, **options):
-    """A Trainer of `n` steps whose measured run is in `out`, and its callback."""
+    """A Trainer of `n` steps whose measured run is in `out`."""
     from transformers import Trainer, TrainingArguments
 
     from llm_train_bench import HFMeterCallback
@@ -265,11 +359,11 @@ def trainer_of(out, model, warmup, measured, n=6, length=16, **options):
     )  # fmt: skip
     callback = HFMeterCallback(warmup, measured, output_dir=out, quiet=True)
     data = {"train_dataset": samples, "eval_dataset": samples[:4]}
-    return Trainer(model, args, **data, callbacks=[callback]), callback
+    return Trainer(model, args, **data, callbacks=[callback])
 
 
 def test_the_trainers_steps(tmp_path):
-    trainer, _ = trainer_of(tmp_path / "runs", transformer(), 1, 4, logging_steps=1)
+    trainer = trainer_of(tmp_path / "runs", transformer(), 1, 4, logging_steps=1, seed=5)
     trainer.train()
     r, steps = only_result(tmp_path / "runs"), read_steps(tmp_path / "runs")
     assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == 4
@@ -280,9 +374,10 @@ def test_the_trainers_steps(tmp_path):
     assert [s["lr"] for s in steps] == pytest.approx(rates[:5])
     own = trained(tmp_path / "own", TINY, "--device cpu --amp off --bsz 2 --seq-len 16 --n-steps 1")
     assert r["metrics"]["flops_per_token_palm"] == own["metrics"]["flops_per_token_palm"]
-    assert r["args"]["grad_acc_steps"] == 2 and r["args"]["amp"] == "off"
-    ours = {"bsz", "grad_clip", "lr", "lr_warmup_steps", "optimizer", "pt_compile", "weight_decay"}
-    assert ours < set(r["args"]) and {"optim", "learning_rate", "bf16"}.isdisjoint(r["args"])
+    own_args = {"n_steps", "warmup_steps", "tokens_per_step", "seq_len"}
+    said = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "seed": 5,
+            "attention": "sdpa", "dtype": "float32"}  # fmt: skip
+    assert {k: v for k, v in r["args"].items() if k not in own_args} == said
     assert r["environment"]["libraries"]["transformers"] and r["observed"]["matmuls"]
 
 
@@ -290,22 +385,20 @@ def test_the_trainer_evaluates_in_the_window_and_frozen_parameters_have_no_flops
     model = transformer()
     model.get_input_embeddings().weight.requires_grad = False
     options = {"eval_strategy": "steps", "eval_steps": 2}
-    trainer_of(tmp_path / "runs", model, 1, 3, 5, **options)[0].train()
+    trainer_of(tmp_path / "runs", model, 1, 3, 5, **options).train()
     r = only_result(tmp_path / "runs")
-    assert r["metrics"]["window_evaluations"] == 1 and r["metrics"]["flops_per_token_palm"] is None
+    assert noted(r, "paused in the window") and r["metrics"]["flops_per_token_palm"] is None
     assert noted(r, "FLOPs are unknown: some parameters are frozen; pass flops_per_token")
     assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
 
 
-@pytest.mark.parametrize("next_training", [False, True])
-def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monkeypatch):
-    """The Trainer tells callbacks of no exception: the end of the process does, or the next training."""
+def test_a_training_that_fails_is_no_finished_one(tmp_path):
+    """The Trainer tells callbacks of no exception: the next training does, as in a notebook."""
     from transformers import OPTConfig, OPTForCausalLM
 
     small = dict(hidden_size=16, ffn_dim=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=50,
                  word_embed_proj_dim=16, max_position_embeddings=32)  # fmt: skip
-    model = OPTForCausalLM(OPTConfig(**small))
-    trainer, callback = trainer_of(tmp_path / "runs", model, 1, 3, 9)
+    trainer = trainer_of(tmp_path / "runs", OPTForCausalLM(OPTConfig(**small)), 1, 3, 9)
     right, calls = trainer.training_step, []
 
     def broken(*args, **kwargs):
@@ -315,18 +408,12 @@ def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monke
         return right(*args, **kwargs)
 
     trainer.training_step = broken
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError):
         trainer.train()
-    if next_training:  # as in a notebook: with a callback of its own
-        trainer_of(tmp_path / "other", transformer(), 1, 1, 3)[0].train()
-        assert only_result(tmp_path / "other")["status"] == "ok"
-        error = "RuntimeError: another Meter began"
-    else:
-        monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
-        callback._left()
-        error = "ValueError: broken"
+    trainer_of(tmp_path / "other", transformer(), 1, 1, 3).train()
+    assert only_result(tmp_path / "other")["status"] == "ok"
     r = only_result(tmp_path / "runs")
-    assert r["status"] == "failed" and r["error"] == error
+    assert r["status"] == "failed" and r["error"] == "RuntimeError: another Meter began"
     assert r["metrics"]["n_measured_steps"] == 2 and r["metrics"]["mfu"] is None
     assert noted(r, "FLOPs are unknown") and noted(r, "model_type")
 
@@ -351,6 +438,57 @@ def test_examples_measure_what_they_run(tmp_path, name, ranks):
     assert bool(r["observed"]["collectives"]) == (ranks > 1)
 
 
+def test_lightnings_steps(tmp_path):
+    """Of accumulated batches, with a validation and a save between two measured steps."""
+    import lightning
+
+    from llm_train_bench import LightningMeterCallback
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.told = nn.Linear(4, 1), []
+
+        def training_step(self, batch, index):
+            loss = self.layer(batch).mean()
+            self.told.append(loss.item())
+            return loss
+
+        def validation_step(self, batch, index):
+            time.sleep(0.1)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def fit(name, n=6, **options) -> tuple[Model, dict]:
+        callback = LightningMeterCallback(
+            None,
+            output_dir=tmp_path / name,
+            quiet=True,
+            tokens_per_step=8,
+            warmup_steps=1,
+            n_steps=4,
+        )
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_steps=n, logger=False, enable_progress_bar=False, callbacks=[callback],
+            enable_model_summary=False, default_root_dir=tmp_path, **options,
+        )  # fmt: skip
+        model, data = Model(), torch.utils.data.DataLoader(torch.randn(40, 4), 2)
+        trainer.fit(model, data, torch.utils.data.DataLoader(torch.randn(2, 4), 2))
+        return model, only_result(tmp_path / name)
+
+    quiet = {"enable_checkpointing": False, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    model, r = fit("plain", accumulate_grad_batches=2, **quiet)
+    losses = [s["loss"] for s in read_steps(tmp_path / "plain")]
+    pairs = zip(model.told[::2], model.told[1::2], strict=True)
+    assert losses == pytest.approx([sum(pair) / 2 for pair in pairs][:5]) and r["observed"]
+    assert r["status"] == "ok" and not noted(r, "paused")
+    _, r = fit("paused", val_check_interval=3, enable_checkpointing=True)
+    assert r["metrics"]["window_s"] < 0.1 and noted(r, "paused in the window")
+    _, r = fit("short", 3, **quiet)
+    assert r["error"] == "the loop ended after 2 of 4 measured steps"
+
+
 def test_the_public_names_are_those_of_the_page():
     page = (ROOT / "docs/PYTHON.md").read_text()
     assert set(re.findall(r"^## `(\w+)`", page, re.MULTILINE)) == set(llm_train_bench.__all__)
@@ -358,6 +496,9 @@ def test_the_public_names_are_those_of_the_page():
         assert getattr(llm_train_bench, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'Meters'"):
         llm_train_bench.Meters  # noqa: B018
+    public = {name for name in dir(Meter(TINY, **SMALL)) if not name.startswith("_")}
+    assert public == {"paused", "result", "start", "step", "stop"}
+    assert all(f"`{name}" in page or f".{name}" in page for name in public)
 
 
 def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):
@@ -367,46 +508,28 @@ def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):
     assert any("aten::sum" in event.key for event in profiler.key_averages())
     assert r["observed"] is None
     assert noted(r, "not observed: the loop has a profiler on")
-    invalid = read_result(tmp_path / r["run_name"] / "result.json").invalid
-    assert invalid == ["a profiler was on in the window"]
+    assert read_result(tmp_path / r["run_name"]).invalid == ["a profiler was on in the window"]
 
 
-WHOLE, NUMBER = "Input should be (a valid integer|greater)", "Input should be a valid number"
-
-
-@pytest.mark.parametrize("name, value, error", [
-    ("tokens", np.int64(64), None), ("tokens", torch.tensor(64), None), ("tokens", 0, WHOLE),
-    ("tokens", True, WHOLE), ("tokens", 2.5, WHOLE), ("tokens", -5, WHOLE),
-    ("lr", np.float32(0.5), None), ("lr", torch.tensor(0.5), None), ("lr", [0.1], NUMBER),
-    ("lr", torch.zeros(2), NUMBER), ("loss", "abc", NUMBER), ("loss", [1.0], NUMBER),
-    ("loss", torch.ones(1) * 1j, NUMBER), ("loss", 10**400, NUMBER),
+@pytest.mark.parametrize("name, value, fails", [
+    ("tokens", np.int64(64), 0), ("tokens", torch.tensor(64), 0), ("tokens", 0, 1), ("tokens", 2.5, 1),
+    ("tokens", -5, 1), ("tokens", "8", 1), ("lr", np.float32(0.5), 0), ("lr", torch.tensor(0.5), 0),
+    ("lr", [0.1], 1), ("lr", torch.zeros(2), 1), ("loss", "abc", 1), ("loss", [1.0], 1),
+    ("loss", torch.ones(1) * 1j, 1), ("loss", 10**400, 1), ("seq_len", np.int32(8), 0),
+    ("seq_len", 1.5, 1),
+    ("loss", np.float64(2), 0), ("loss", torch.ones(1, 1, requires_grad=True), 0), ("lr", None, 0),
 ])  # fmt: skip
-def test_what_a_step_tells_is_a_number_of_any_library(tmp_path, name, value, error):
-    refusal = pytest.raises(UsageError, match=rf"step\.{name}=.* {error}")
-    with refusal if error else contextlib.nullcontext():
+def test_what_a_step_tells_is_a_number_of_any_library(tmp_path, name, value, fails):
+    refusal = pytest.raises((ValueError, TypeError, ArithmeticError, RuntimeError))
+    with refusal if fails else contextlib.nullcontext():
         measure(tmp_path, 6, lambda step, i: setattr(step, name, value))
-    assert only_result(tmp_path)["status"] == ("failed" if error else "ok")
-    assert error or {s[name] for s in read_steps(tmp_path)} == {float(value)}
-    with pytest.raises(AttributeError):
-        meter_module.MeterStep().token = 3
-
-
-def test_steps_of_other_sizes_have_the_rates_of_their_tokens(measured, tmp_path):
-    """A last, smaller step does not hide the samples' length, and samples/s follow from the tokens."""
-    embed = nn.Embedding(9, 4)
-
-    def body(step, i):
-        step.tokens = 32 if i == 4 else 64
-        embed(torch.zeros(2, 16, dtype=torch.long))
-
-    r = measured(7, body, tokens_per_step=None)
-    m = r["metrics"]
-    assert [s["tokens"] for s in read_steps(tmp_path)] == [64, 64, 64, 64, 32]
-    assert r["batch"]["tokens_per_step"] == 53
-    assert r["batch"]["seq_len"] == 16 and r["batch"]["global_batch"] is None  # 53.3 tokens a step
-    assert m["flops_per_token_palm"] == flops_per_token(load_config(TINY), 16, False)
-    assert m["tokens_per_sec"] == pytest.approx((64 + 64 + 32) / m["window_s"])
-    assert m["samples_per_sec"] == pytest.approx((4 + 4 + 2) / m["window_s"])
+    assert only_result(tmp_path)["status"] == ("failed" if fails else "ok")
+    if not fails and name != "seq_len":
+        wanted = None if value is None else float(value)
+        assert {s[name] for s in read_steps(tmp_path)} == {wanted}
+    meter = Meter(TINY, output_dir=tmp_path, **SMALL)
+    with pytest.raises(AttributeError), meter, meter.step() as step:
+        step.token = 3
 
 
 def test_a_generator_or_a_program_that_ends_has_not_failed(tmp_path):
@@ -416,13 +539,13 @@ def test_a_generator_or_a_program_that_ends_has_not_failed(tmp_path):
                 with meter.step():
                     yield meter
 
-    for meter in batches("generator"):
-        if meter.n == 5:
+    for i, _ in enumerate(batches("generator")):
+        if i == 5:
             break
     for code, status in ((0, "ok"), (3, "failed")):
         out = tmp_path / str(code)
         with pytest.raises(SystemExit):
-            measure(out, 5, lambda step, i, code=code: sys.exit(code) if i == 4 else None)
+            measure(out, 6, lambda step, i, code=code: sys.exit(code) if i == 5 else None)
         assert only_result(out)["status"] == status
     r = only_result(tmp_path / "generator")
     assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == 3
@@ -430,10 +553,9 @@ def test_a_generator_or_a_program_that_ends_has_not_failed(tmp_path):
 
 def test_settings_of_a_loop_are_not_our_flags(measured, tmp_path):
     """A loop's `profile` is no profiler, and TensorBoard shows no defaults of flags that it has not."""
-    measured(6, settings={"profile": "fast", "nsys_start": 3, "sample": 7})
-    (path,) = tmp_path.glob("*/result.json")
-    assert read_result(path).invalid == []
-    events = EventAccumulator(str(path.parent / "tensorboard")).Reload()
+    r = measured(6, settings={"profile": "fast", "nsys_start": 3, "sample": 7})
+    assert read_result(tmp_path / r["run_name"]).invalid == []
+    events = EventAccumulator(str(tmp_path / r["run_name"] / "tensorboard")).Reload()
     content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
     shown = HParamsPluginData.FromString(content).session_start_info.hparams
     names = {"model", "profile", "nsys_start", "sample", "tokens_per_step", "seq_len"}
@@ -442,35 +564,21 @@ def test_settings_of_a_loop_are_not_our_flags(measured, tmp_path):
 
 def test_a_loop_may_change_its_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    measure("runs", 6, lambda step, i: os.chdir("/"))
+    measure(Path("runs"), 6, lambda step, i: os.chdir("/"))
     assert only_result(tmp_path / "runs")["metrics"]["n_measured_steps"] == 3
     assert len(read_steps(tmp_path / "runs")) == 5
 
 
-def test_several_lengths_are_no_length(measured):
-    """Of images, of samples that are grouped by length, or where one does not divide the tokens."""
-    embed = nn.Embedding(9, 4)
-
-    def body(*lengths):
-        return lambda step, i: [embed(torch.zeros(1, n, dtype=torch.long)) for n in lengths]
-
-    r = measured(7, body(16, 577))
-    assert r["batch"]["seq_len"] is r["metrics"]["flops_per_token_palm"] is None
-    assert noted(r, "no seq_len was given; lengths seen: [16, 577]")
-
-
 def test_a_group_with_train_py_is_named_by_what_both_know(tmp_path, output_of, monkeypatch):
-    secrets = ["--hf-token", "hf_SECRET", "--key=SECRET2", "https://u:SECRET3@host/x"]
-    monkeypatch.setattr(sys, "argv", ["theirs.py", *secrets, '{"p": "/home/alice/z"}'])
+    monkeypatch.setattr(sys, "argv", ["theirs.py", '{"p": "/home/alice/z"}'])
     argv = "--device cpu --amp off --bsz 1 --seq-len 32 --n-steps 3 --warmup-steps 1"
     trained(tmp_path / "own", TINY, argv)
-    text = measure(tmp_path / "theirs", seq_len=32).read_text()
-    assert "SECRET" not in text and "://...@host/x" in text
+    measure(tmp_path / "theirs", seq_len=32)
     out = tmp_path / "out"
     shown = output_of(compare.main, tmp_path / "own", tmp_path / "theirs", "--output-dir", out)
     (out / "all").write_text(shown)
     for path in out.iterdir():
-        assert not re.search("SECRET|alice", path.read_text()), path
+        assert "alice" not in path.read_text(), path
     names = {row["setting"] for row in json.loads((out / "compare.json").read_text())["settings"]}
     assert names == {"train", "Meter in theirs"}
 
@@ -483,7 +591,7 @@ def test_a_trainer_whose_work_is_not_the_configs_has_no_flops(tmp_path):
     for layers in (1, 2):
         content = json.loads(Path(TINY).read_text()) | {"n_layer": layers, "pad_token_id": 0}
         model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**content))
-        trainer, _ = trainer_of(tmp_path / f"{layers}", model, 1, 2, 3)
+        trainer = trainer_of(tmp_path / f"{layers}", model, 1, 2, 3)
         trainer.train_dataset = [{"input_ids": torch.ones(16, dtype=int), "labels": 0}] * 40
         trainer.train()
         r = only_result(tmp_path / f"{layers}")
@@ -495,17 +603,17 @@ def test_a_trainer_whose_work_is_not_the_configs_has_no_flops(tmp_path):
 
 def test_a_training_goes_on_where_nothing_can_be_counted(tmp_path, capsys):
     model = transformer()
-    trainer, _ = trainer_of(tmp_path / "runs", model, 1, 2, 3)
+    trainer = trainer_of(tmp_path / "runs", model, 1, 2, 3)
     embeds = torch.zeros(16, model.config.hidden_size)
     trainer.train_dataset = [{"inputs_embeds": embeds, "labels": torch.ones(16, dtype=int)}] * 40
     trainer.train()
     assert trainer.state.global_step == 3
     r = only_result(tmp_path / "runs")
-    assert r["status"] == "failed" and "given no input_ids; pass tokens_per_step" in r["error"]
+    assert r["status"] == "failed" and "tokens=0: give tokens_per_step" in r["error"]
     trainer.args._n_gpu = 2
     begin = trainer.callback_handler.on_train_begin
     begin(trainer.args, trainer.state, trainer.control)
-    assert "nothing is measured: one process uses 2 GPUs" in capsys.readouterr().err
+    assert "nothing is measured: ranks must have a device" in capsys.readouterr().err
 
 
 def two_measured_trainings(rank, directory, port):
@@ -515,7 +623,7 @@ def two_measured_trainings(rank, directory, port):
     os.chdir(directory)
     PartialState._reset_state()  # this process was forked from one without ranks
     torch.manual_seed(0)
-    trainer, _ = trainer_of("runs", transformer(), 1, 2, 3, 8 if rank else 16, logging_steps=1)
+    trainer = trainer_of("runs", transformer(), 1, 2, 3, 8 if rank else 16, logging_steps=1)
     for sample in trainer.train_dataset:  # labels are not in proportion to tokens
         sample["labels"] = sample["input_ids"].clone()
         sample["labels"][:-4] = -100
@@ -529,7 +637,8 @@ def two_measured_trainings(rank, directory, port):
             with meter.step() as step:
                 step.loss = 1.0
             if i == rank == 1:
-                meter.paused("save")
+                with meter.paused():
+                    pass
     torch.distributed.destroy_process_group()
     os._exit(0)  # gloo's threads may abort an interpreter that ends
 
@@ -539,8 +648,8 @@ def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
     args = tmp_path, str(helpers.free_port())
     torch.multiprocessing.start_processes(two_measured_trainings, args, 2, start_method="fork")
     uneven = only_result(tmp_path / "uneven")
-    assert uneven["metrics"]["window_saves"] == 1  # of the other rank
     reasons = [r["text"] for r in uneven["remarks"] if r["kind"] == "invalid"]
+    assert "paused in the window" in reasons  # of the other rank
     assert "ranks measured different numbers of steps: 2 to 4" in reasons
     logged = json.loads((tmp_path / "losses").read_text())
     losses = [s["loss"] for s in read_steps(tmp_path / "runs")]
@@ -552,11 +661,11 @@ def test_a_compiled_model_is_not_compiled_again_for_the_callback(tmp_path):
     """Its hook looks on from outside the graphs."""
     torch._dynamo.reset()
     options = {"torch_compile": True, "torch_compile_backend": "eager", "warmup_steps": 2}
-    trainer_of(tmp_path / "runs", transformer(), 1, 3, 5, adam_beta2=0.5, **options)[0].train()
+    trainer_of(tmp_path / "runs", transformer(), 1, 3, 5, adam_beta2=0.5, **options).train()
     r = only_result(tmp_path / "runs")
-    told = {"adam_beta2": 0.5, "lr_warmup_steps": 2, "warmup_steps": 1, "dataloader_num_workers": 0}
+    told = {"adam_beta2": 0.5, "lr_warmup_steps": 2, "warmup_steps": 1, "torch_compile": True}
     assert told.items() <= r["args"].items() and "disable_tqdm" not in r["args"]
-    assert r["args"]["pt_compile"] and r["metrics"]["n_recompilations"] == 0
+    assert r["metrics"]["n_recompilations"] == 0
     assert not r["metrics"]["window_compile_s"] and r["metrics"]["n_measured_steps"] == 3
     assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
 
@@ -584,4 +693,4 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of, mon
 def test_a_command_is_shown_without_secrets_and_places(words, shown):
     assert " ".join(shown_command(words.split())) == shown
     secrets = ['{"api_key": "a", "b": 1}', "X-Auth: a"]
-    assert without_secrets(secrets) == ['{"api_key":...', "X-Auth:..."]
+    assert redact_command(secrets) == ['{"api_key":...', "X-Auth:..."]

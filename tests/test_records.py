@@ -107,7 +107,7 @@ def counting_clock():
     with (
         mock.patch.multiple(time, **{name: clock(start) for name, start in starts.items()}),
         mock.patch.object(result_files, "_EPOCH", 1.8e9),
-        mock.patch("llm_train_bench.run.window.cpu_seconds", lambda: next(used)),
+        mock.patch("llm_train_bench.run.measured_window.cpu_seconds", lambda: next(used)),
         mock.patch("os.sched_getaffinity", lambda pid: {0, 1}, create=True),
     ):
         yield

@@ -405,8 +405,8 @@ SIGNALLED = """
 import os, signal
 from llm_train_bench.base import start
 os.kill(os.getpid(), signal.SIGUSR1)
-print(start.early_wish(), flush=True)
-start.refuse_wishes()
+print(start.early_stop_request(), flush=True)
+start.refuse_stop_requests()
 """
 
 

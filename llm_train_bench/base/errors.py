@@ -75,6 +75,10 @@ class Finished(Exception):
     """The run that was to go on has done all of its steps; the message says where its result is."""
 
 
+class Incomplete(Exception):
+    """A training loop ended before everything was measured; the message says how far it came."""
+
+
 class CompileError(Exception):
     """torch.compile failed; the message names the part of the model and the first cause."""
 

@@ -6,21 +6,16 @@ import fcntl
 import hashlib
 import os
 import platform
-import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from llm_train_bench.base.start import ROOT
 
 from llm_train_bench.base.errors import UsageError, one_line
-
-# Names of variables and flags whose values are nobody else's business.
-SECRET = re.compile(r"token(?!iz|s)|secret|key|auth|passw|pass(?![\w-])|credential", re.I)
-CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 def how_to_install(command: str) -> str:
@@ -35,7 +30,7 @@ def write_whole(path: Path, text: str) -> None:
     path = Path(os.path.realpath(path))  # a link stays one
     spare = path.with_name(f".llm-train-bench-{os.getpid()}-{secrets.token_hex(4)}.new")
     try:
-        spare.write_text(text, encoding="utf-8")
+        spare.write_text(text, encoding="utf-8", errors="surrogateescape")
         if path.exists():
             shutil.copymode(path, spare)
         spare.replace(path)
@@ -118,54 +113,6 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def shown_path(path: str | Path) -> str:
-    """A path as it may leave the machine: below the working directory, or its name."""
-    path = Path(path)
-    if not path.is_absolute() and ".." not in path.parts and not str(path).startswith("~"):
-        return str(path)
-    here = Path.cwd()
-    if path.is_relative_to(here):
-        return str(path.relative_to(here))
-    deep = path.name == "result.json" and len(path.parts) > 4
-    return str(Path(*path.parts[-2:])) if deep else path.name
-
-
-def shown_word(text: str) -> str:
-    """A value of a flag or variable; paths in it as they may leave the machine."""
-    text = CREDENTIALS.sub("://...@", text)
-    if text.startswith(("/", "~", "../")):
-        return shown_path(text)
-    return re.sub(r"(?<![\w.~/-])/(?:[\w.+-]+/)+", "", text)
-
-
-def without_secrets(words: Iterable[str]) -> list[str]:
-    """A command line without credentials in URLs, and without the values of what has a secret name.
-
-    A value follows `=`, `:` or a space after the name, or is the words from a flag to the next one.
-    """
-    shown: list[str] = []
-    follows = hidden = False  # whether a value follows, and whether this word is one
-    for word in words:
-        hidden = (follows and not word.startswith("--")) or (hidden and not word.startswith("-"))
-        word = "..." if hidden else CREDENTIALS.sub("://...@", word)
-        begin = re.search(rf"(?:{SECRET.pattern})[^=:\s]*[=:\s]", word, re.I)
-        follows = (
-            word.endswith(begin[0]) if begin else word.startswith("-") and bool(SECRET.search(word))
-        )
-        shown.append(word[: begin.end()] + "..." if begin and not follows else word)
-    return shown
-
-
-def shown_command(words: Iterable[str]) -> list[str]:
-    """A command line with its paths as they may leave the machine, and without secrets."""
-    shown = []
-    for word in without_secrets(words):
-        flag, equals, value = word.partition("=")
-        whole = not equals or word.startswith(("/", "~", "../"))
-        shown.append(shown_word(word) if whole else f"{flag}={shown_word(value)}")
-    return shown
 
 
 def walk(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:

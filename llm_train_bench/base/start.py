@@ -31,7 +31,7 @@ ROOT = _PACKAGE / "scripts" if (_PACKAGE / "scripts").exists() else _PACKAGE.par
 # The exit code after Ctrl-C, or another signal that ended a run: a shell's for SIGINT.
 INTERRUPTED = 130
 _agent: int | None = None
-_wish: int | None = None
+_requested: int | None = None
 
 
 def is_script() -> bool:
@@ -50,7 +50,7 @@ def _begin() -> None:
     gc.disable()
     atexit.register(gc.freeze)
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, _wished)
+        signal.signal(signal.SIGUSR1, _request_stop)
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
@@ -65,22 +65,22 @@ def imported() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _wished(number: int, frame) -> None:
-    global _wish
-    _wish = number
+def _request_stop(number: int, frame) -> None:
+    global _requested
+    _requested = number
 
 
-def early_wish() -> int | None:
+def early_stop_request() -> int | None:
     """SIGUSR1, if it came before the training did: it asks to save and to end."""
-    return _wish
+    return _requested
 
 
-def refuse_wishes() -> None:
+def refuse_stop_requests() -> None:
     """This run saves nothing: SIGUSR1 ends it, as it ends every process."""
-    if signal.getsignal(signal.SIGUSR1) is _wished:
+    if signal.getsignal(signal.SIGUSR1) is _request_stop:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        if _wish:
-            signal.raise_signal(_wish)
+        if _requested:
+            signal.raise_signal(_requested)
 
 
 def orphaned() -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llm_train_bench.base import start
-from llm_train_bench.base.errors import DoesNotFit, UsageError, printable
+from llm_train_bench.base.errors import DoesNotFit, Interrupted, UsageError, printable
 from llm_train_bench.model.json_keys import ConfigError
 
 Main = Callable[[Sequence[str]], int]
@@ -43,12 +43,19 @@ def tool(prog: str, file_error: int = 1) -> Callable[[Main], Main]:
 
 
 def run_tool(main: Main) -> NoReturn:
-    """Run a tool and exit with its code: one line on Ctrl-C, none when its output is closed."""
+    """Run a tool and exit with its code: one line on a signal, none when its output is closed."""
     start.imported()
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        print(f"{Path(sys.argv[0]).name}: interrupted by SIGINT", file=sys.stderr)
-        sys.exit(start.INTERRUPTED)
+    except (KeyboardInterrupt, Interrupted) as error:
+        name = str(error) or "SIGINT"
+        print(f"{Path(sys.argv[0]).name}: interrupted by {name}", file=sys.stderr)
+        sys.exit(128 + signal.Signals[name])
+
+
+def _terminated(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise Interrupted(signal.Signals(number).name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench import __version__
+from llm_train_bench.base.children import run_child
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import ROOT
 from llm_train_bench.base.hardware import Hardware, device_called, name_of_part
@@ -64,16 +65,13 @@ def probe_device(device: str, directory: Path) -> dict[str, Any]:
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
-        done = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, timeout=LONGEST_PROBE_S,
-            env=environment,
-        )  # fmt: skip
+        code, errors = run_child(command, LONGEST_PROBE_S, env=environment)
     except subprocess.TimeoutExpired:
         raise UsageError(
             f"the rates took more than {LONGEST_PROBE_S} s: is the device stuck?"
         ) from None
-    if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
+    if code:
+        last = (errors.strip() or "no message").splitlines()[-1]
         raise UsageError(f"the rates cannot be measured: {last}")
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -109,10 +107,10 @@ def run_workload(w: Workload, ranks: int, directory: Path) -> tuple[Result | Non
     script = "train_ddp.py" if ranks > 1 else "train.py"
     command = [sys.executable, str(ROOT / script), "--from", str(w.path), "--output-dir", directory]
     command += ["--run-name", w.name, *(["--nproc", ranks] if ranks > 1 else [])]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith(script)]
-        return None, (lines or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
+    code, errors = run_child(command)
+    if code:
+        lines = [line for line in errors.splitlines() if line.startswith(script)]
+        return None, (lines or errors.splitlines() or [f"exit code {code}"])[-1]
     return read_result(directory / w.name / "result.json"), ""
 
 

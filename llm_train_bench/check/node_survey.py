@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
+from llm_train_bench.base.children import private_directory
 from llm_train_bench.base.errors import NotJoined, UsageError, one_line
 from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole
 from llm_train_bench.check.collective_rates import MIB, collective_rates
@@ -195,13 +195,13 @@ def survey_job(nproc: int | None, as_json: bool) -> int:
 
 def survey_here(n: int) -> dict[str, Any]:
     """The survey of n ranks that are started on this machine, as JSON data; UsageError if one fails."""
-    with tempfile.TemporaryDirectory() as private:
+    with private_directory() as private:
         try:
-            spawn(_rank_of_survey, (n, private), n)
+            spawn(_rank_of_survey, (n, str(private)), n)
         except (ProcessRaisedException, ProcessExitedException) as error:
             last = str(error).strip().splitlines()[-1]
             raise UsageError(f"a rank of the survey failed: {last}") from None
-        return json.loads((Path(private) / "survey.json").read_text(encoding="utf-8"))
+        return json.loads((private / "survey.json").read_text(encoding="utf-8"))
 
 
 def _rank_of_survey(rank: int, n: int, private: str) -> None:

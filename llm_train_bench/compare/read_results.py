@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.files import shown_command
+from llm_train_bench.base.redaction import shown_command
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.compare.log_formats import UNITS, Log, LoggedStep
 from llm_train_bench.compare.read_logs import read_automodel, read_trainer_state, record_of

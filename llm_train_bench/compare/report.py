@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llm_train_bench import __version__
-from llm_train_bench.base.files import shown_path, shown_word, write_whole
+from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.hardware import device_called
+from llm_train_bench.base.redaction import shown_path, shown_text
 from llm_train_bench.base.tables import (
     grouped,
     markdown_table,
@@ -129,7 +130,7 @@ def _run_facts(row: Compared, r: Record, differ: Sequence[str]) -> dict[str, Any
     joules = metrics and metrics.energy_j
     facts = {"group": row.group, "setting": row.record.setting, "run": r.label}
     shown = {name: settings.get(name) for name in differ}
-    facts |= {k: shown_word(v) if isinstance(v, str) else v for k, v in shown.items()}
+    facts |= {k: shown_text(v) if isinstance(v, str) else v for k, v in shown.items()}
     facts |= _fields(r, "hardware n_gpus settings memory_gib memory_kind tflops_per_gpu")
     facts |= {name: getattr(metrics, name, getattr(r, name, None)) for name in COMPARED}
     facts |= {"kwh": joules and joules / 3.6e6, "gco2": joules and joules / 3.6e6 * GCO2_PER_KWH}

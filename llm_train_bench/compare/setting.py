@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from llm_train_bench.base.files import shown_word
+from llm_train_bench.base.redaction import shown_text
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.shareable import public_device, public_name, public_value
@@ -149,7 +149,7 @@ def _word(key: str, value: Any) -> str:
     if isinstance(value, bool) or value in (None, ()):
         return word if value else f"no {word}"
     values = value if isinstance(value, tuple) else (value,)
-    text = " ".join(shown_word(str(each)) for each in values).removesuffix(".py")
+    text = " ".join(shown_text(str(each)) for each in values).removesuffix(".py")
     return f"{word} {text}".strip()
 
 
@@ -188,7 +188,7 @@ def unlike_limits(a: float | None, b: float | None) -> bool:
 
 
 def _short(value) -> str:
-    return f"{value:g}" if isinstance(value, float) else shown_word(str(value))
+    return f"{value:g}" if isinstance(value, float) else shown_text(str(value))
 
 
 Answer = Literal["faster", "slower", "uncertain"]

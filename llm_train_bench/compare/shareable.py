@@ -7,7 +7,7 @@ import hashlib
 import re
 from typing import Any
 
-from llm_train_bench.base.files import SECRET
+from llm_train_bench.base.redaction import SECRET
 from llm_train_bench.model.json_files import shipped_config
 from llm_train_bench.results.schema import Attempt, Result, Writer
 from llm_train_bench.settings.flags import (

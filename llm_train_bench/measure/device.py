@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import sys
@@ -101,6 +102,16 @@ def memory_gib(device: torch.device) -> float | None:
         return sum(int(kib[name].split()[0]) for name in ("MemTotal", "SwapTotal")) / 2**20
     except (OSError, ValueError, KeyError):
         return None
+
+
+def share_of_memory_gib(device: torch.device, ranks: int) -> float | None:
+    """Memory that a rank may plan with [GiB]: its share of a GPU's, or of half of a CPU's machine."""
+    has = memory_gib(device)
+    if has and device.type == "cpu":
+        return has / 2 / ranks
+    if has and os.environ.get(SHARE_GPU) == "1":
+        return has / math.ceil(ranks / torch.cuda.device_count())
+    return has
 
 
 def device_memory_gib(device: torch.device) -> float | None:

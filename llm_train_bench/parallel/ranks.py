@@ -24,8 +24,6 @@ from llm_train_bench.results.result_files import RUN_POINTER
 
 # The private directory of a launcher of ours, on each machine; the ranks of one machine meet there.
 MEETING = "LLM_TRAIN_BENCH_MEETING"
-# A name for the ranks that an agent of ours started together, the same on all nodes.
-ROUND = "LLM_TRAIN_BENCH_ROUND"
 CHECK_MEETING = (
     "check that all were started, that MASTER_ADDR and MASTER_PORT are rank 0's host and a free port of "
     "it, and what the other ranks say"
@@ -43,6 +41,11 @@ class Ranks:
     @property
     def main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def here(self) -> int:
+        """The number of ranks on this machine; of all where the launcher does not say."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
 
 
 ALONE = Ranks()
@@ -75,6 +78,18 @@ def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
                 raise UsageError(f"{shown}: both must be below {names[1]}={world}")
             return Ranks(rank, world, local)
     return None
+
+
+def joined_ranks() -> Ranks:
+    """The ranks of torch.distributed; RuntimeError where a launcher started several that did not meet."""
+    if dist.is_initialized():
+        return Ranks(dist.get_rank(), dist.get_world_size())
+    if (find_ranks(os.environ) or ALONE).world > 1:
+        raise RuntimeError(
+            "a launcher started several ranks, and torch.distributed is not initialized; call "
+            "torch.distributed.init_process_group first"
+        )
+    return ALONE
 
 
 def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = False) -> None:
@@ -172,15 +187,18 @@ def _open_store(private: str | None, ranks: Ranks, timeout: datetime.timedelta) 
     torchrun keeps one store over all restarts, with the addresses of the attempt before. So each
     attempt writes under its own name.
     """
-    attempt = os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if private:
         store = FileStore(str(Path(private) / f"ranks{attempt}"), ranks.world)
         store.set_timeout(timeout)
         return store
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        # Kubernetes sets such a variable for a service that is called master.
+        raise UsageError(f"MASTER_PORT={port}: must be the number of a free port of rank 0's host")
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     main = ranks.main and not theirs
-    store = TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
+    store = TCPStore(address, int(port), ranks.world, main, timeout, wait_for_workers=False)
     return PrefixStore(attempt, store)
 
 

@@ -69,6 +69,10 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     # Times of the slowest rank. The largest time of every step would add up to more than the
     # window, since ranks do not end a step at the same moment.
     result.step_times_s = max((r.step_times_s for r in ranks), key=sum)
+    numbers = [len(r.step_times_s) for r in ranks]
+    if min(numbers) < max(numbers):  # in a loop of others
+        what = f"ranks measured different numbers of steps: {min(numbers)} to {max(numbers)}"
+        result.remark(what, "invalid")
     if len(ranks) == 1:
         return
     result.ranks = [
@@ -217,7 +221,8 @@ def fill_flop_rates(result: Result, palm: float, causal: float | None) -> None:
     m.model_tflops_per_gpu, m.model_tflops_per_gpu_causal = tflops, causal_tflops
     if (peak := d.peak_bf16_tflops) is None:
         cpu = ", and benchmarks/gemm.py measures it" if d.type == "cpu" else ""
-        result.remark(f"mfu is null: no known peak for {d.name!r}; --peak-tflops gives one{cpu}")
+        gives = result.argument("peak_tflops")
+        result.remark(f"mfu is null: no known peak for {d.name!r}; {gives} gives one{cpu}")
         return
     m.mfu, m.mfu_causal = tflops / peak, None if causal_tflops is None else causal_tflops / peak
 

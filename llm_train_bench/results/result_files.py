@@ -17,7 +17,8 @@ from typing import Any, cast
 from pydantic import ConfigDict
 
 from llm_train_bench.base.errors import printable_data
-from llm_train_bench.base.files import shown_word, write_whole
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.redaction import redact, shown_text
 from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.results.schema import Attempt, Result, Status, Writer
 
@@ -53,7 +54,7 @@ class ResultFile:
             attempt = result.attempts[-1]
             attempt.ended = ": ".join(filter(None, (result.status, result.error)))
             attempt.end = attempt.end or wall_clock()
-        content = storable(result.model_dump(mode="json"))
+        content = redact(storable(result.model_dump(mode="json")))
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         self._fill(text.encode())
         self.spare.replace(self.path)
@@ -73,7 +74,9 @@ def storable(value: Any) -> Any:
 
 
 def read_result(path: str | Path) -> Result:
-    """A result.json; ValueError (a wrong schema) or OSError if it is none."""
+    """The result.json of this path or directory; ValueError (a wrong schema) or OSError if it is none."""
+    path = Path(path)
+    path = path / "result.json" if path.is_dir() else path
     return parse_result(parse_json(plain_text(path, 256)))
 
 
@@ -152,7 +155,7 @@ RUN_POINTER = "run"
 def run_told(pointer: Path) -> Path | None:
     """The directory of the run that a RUN_POINTER names, if there is one."""
     with contextlib.suppress(OSError, ValueError):
-        directory = Path(pointer.read_text(encoding="utf-8"))
+        directory = Path(pointer.read_text(encoding="utf-8", errors="surrogateescape"))
         return directory if (directory / "result.json").is_file() else None
     return None
 
@@ -202,7 +205,7 @@ def software(environment: Mapping[str, Any], on_cpu: bool) -> dict[str, str]:
     versions |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
     versions["threads"] = e.get("torch_threads") if on_cpu else None
     versions["python"] = e.get("python")
-    versions |= {str(k): shown_word(str(v)) for k, v in settings.items() if k not in IRRELEVANT}
+    versions |= {str(k): shown_text(str(v)) for k, v in settings.items() if k not in IRRELEVANT}
     tag = str(image.get("name") or "").rpartition("/")[2]
     versions["image"] = " ".join(filter(None, (tag, image.get("digest"))))
     return {name: str(version) for name, version in versions.items() if version}

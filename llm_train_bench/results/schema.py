@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from llm_train_bench.base.strict import Strict
 from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.results.remarks import Remark, Remarked, derived_remarks
-from llm_train_bench.settings.flags import GRAPH_MODES, Script
+from llm_train_bench.settings.flags import GRAPH_MODES, Script, flag_of
 from llm_train_bench.trace import breakdown
 from llm_train_bench.trace.breakdown import CostlyKernel, HostGaps  # noqa: F401
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
@@ -37,12 +37,12 @@ Size = Annotated[int, Field(ge=1)]
 class StepSize(Strict):
     """Samples and tokens of one optimizer step; None for what a loop of others did not tell."""
 
-    micro_batch: Size | None
-    grad_acc_steps: Size | None
-    data_parallel_size: Size | None
-    global_batch: Size | None
-    seq_len: Size | None
-    tokens_per_step: Size | None
+    micro_batch: Size | None = None
+    grad_acc_steps: Size | None = None
+    data_parallel_size: Size | None = None
+    global_batch: Size | None = None
+    seq_len: Size | None = None
+    tokens_per_step: Size | None = None
 
 
 class Device(Strict):
@@ -211,6 +211,10 @@ class Result(Strict, Remarked):
     def ours(self) -> bool:
         """Whether one of our scripts ran; else a Meter did, in a loop of others."""
         return self.entrypoint in set(Script)
+
+    def argument(self, name: str) -> str:
+        """How whoever started the run knows an argument: by its flag, or in Python by its name."""
+        return flag_of(name) if self.ours else name
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from llm_train_bench.base.tables import markdown_text
 from llm_train_bench.results.metrics import COMPARED
-from llm_train_bench.results.result_files import Step, finite_numbers, step_figures
+from llm_train_bench.results.result_files import Step, finite_numbers, step_figures, storable
 from llm_train_bench.results.schema import METER_LENGTH, Result
 from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults
 
@@ -99,7 +99,7 @@ class TensorBoardFile:
             table = markdown_text(
                 [name, "value"], [(k, " ".join(v.splitlines())) for k, v in cells]
             )
-            self._add(summary=text(f"run/{name}", table))
+            self._add(summary=text(f"run/{name}", storable(table)))
         self.file.flush()
 
     def conclude(self, result: Result) -> None:
@@ -125,7 +125,7 @@ class TensorBoardFile:
             settings[name] = value if plain else str(value).lower()
         settings.pop("config", None)
         metrics = finite_numbers({f"final/{name}": getattr(m, name) for name in COMPARED})
-        for summary in hparams(settings, metrics):
+        for summary in hparams(storable(settings), metrics):
             self._add(summary=summary)
         # Each final figure is a line over its steps: one dot would be no curve.
         for step in (last - (m.n_measured_steps or 1) + 1, last):

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from llm_train_bench.base.errors import one_line
-from llm_train_bench.results.result_files import Step, finite_numbers, step_figures
+from llm_train_bench.results.result_files import Step, finite_numbers, step_figures, storable
 from llm_train_bench.results.schema import Result
 
 
@@ -44,9 +44,10 @@ class WandbRun:
         """Offline where nobody is logged in: `wandb sync` sends the run later."""
         wandb = importlib.import_module("wandb")
         mode = os.environ.get("WANDB_MODE") or (None if wandb.api.api_key else "offline")
+        device = begun.device.model_dump()
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "llm-train-bench"), name=begun.run_name,
-            config=begun.args | {"model": begun.model.name, "device": begun.device.model_dump()},
+            config=storable(begun.args | {"model": begun.model.name} | {"device": device}),
             dir=str(directory), mode=mode, settings=wandb.Settings(console="off"),
         )  # fmt: skip
         while isinstance(item := self.waiting.get(), list):

@@ -8,16 +8,18 @@ import re
 import time
 import traceback
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llm_train_bench.base.start import INTERRUPTED, PARENT
 
 from llm_train_bench.base import errors
 from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.redaction import redact_text
 from llm_train_bench.measure.device import is_out_of_memory
 from llm_train_bench.model.config import ConfigError
-from llm_train_bench.parallel.ranks import Ranks
+from llm_train_bench.parallel.ranks import MEETING, Ranks
 from llm_train_bench.results.console import say
+from llm_train_bench.results.result_files import RUN_POINTER, complete_result, run_told
 from llm_train_bench.results.schema import Status
 
 LOST = "lost another rank"
@@ -49,8 +51,11 @@ class Ending(NamedTuple):
     """Whether the fault is ours, and a traceback helps."""
 
 
-def classify(error: BaseException) -> Ending:
-    """What status, message and exit code a run has that ended with this exception."""
+def classify(error: BaseException, advice: bool = True) -> Ending:
+    """What status, message and exit code a run has that ended with this exception.
+
+    `advice` names flags of our scripts that need less memory.
+    """
     text = errors.one_line(error) or type(error).__name__
     if isinstance(error, errors.Preempted) and error.step is not None:
         return Ending("preempted", f"saved at step {error.step} and stopped by {error}", PREEMPTED)
@@ -60,10 +65,13 @@ def classify(error: BaseException) -> Ending:
         return Ending("interrupted", f"interrupted by {str(error) or 'SIGINT'}", INTERRUPTED)
     if isinstance(error, errors.UsageError | ConfigError):
         return Ending("failed", text, 4 if isinstance(error, errors.DoesNotFit) else 2)
-    if isinstance(error, errors.CompileError | errors.Killed | errors.NoStep | errors.NotJoined):
+    if isinstance(
+        error,
+        errors.CompileError | errors.Killed | errors.NoStep | errors.NotJoined | errors.Incomplete,
+    ):
         return Ending("failed", text)
     if is_out_of_memory(error):
-        return Ending("oom", f"out of memory: {text}; {OOM_ADVICE}", 3)
+        return Ending("oom", f"out of memory: {text}{f'; {OOM_ADVICE}' if advice else ''}", 3)
     if isinstance(error, FileNotFoundError) and error.filename:
         return Ending("failed", f"{error.filename}: is gone; was the run's directory removed?")
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -98,7 +106,7 @@ def keep_error(directory: Path, rank: int, error: BaseException) -> None:
         content = "".join(
             [f"{ending.status}: {ending.text}\n\n", *traceback.format_exception(error)]
         )
-        write_whole(directory / f"rank{rank}.txt", content)
+        write_whole(directory / f"rank{rank}.txt", redact_text(content))
         _WRITTEN.append(error)
 
 
@@ -151,3 +159,37 @@ def report(error: BaseException, prog: str, ranks: Ranks) -> int:
         who = f"rank {ranks.rank}: " if ranks.world > 1 else ""
         say(f"{trace if shown else ''}{prog}: {who}{text}")
     return code
+
+
+def first_failure(failed: dict[int, Any]) -> dict[str, Any]:
+    """What the rank that failed first said (failures.report), or how it was killed.
+
+    Times are in whole seconds. Of equal ones, that counts which torchrun's agent saw first.
+    """
+    rank = min(failed, key=lambda rank: failed[rank].timestamp)
+    failure, message = failed[rank], failed[rank].error_file_data["message"]
+    if isinstance(message, dict):
+        return message["extraInfo"]
+    signalled = failure.exitcode < 0
+    text = f"killed by {failure.signal_name()}" if signalled else f"exit code {failure.exitcode}"
+    return dict(rank=rank, text=text, status="failed", code=1, killed=True)
+
+
+def report_first(first: dict[str, Any], prog: str, several_nodes: bool, asked: str | None) -> None:
+    """Print the error of the rank that failed first, and put it into the result.
+
+    `asked` is the signal that asked the run to end, in which case nothing failed.
+    """
+    pointer = Path(os.environ[MEETING]) / RUN_POINTER
+    rank, text, status = first["rank"], first["text"], first["status"]
+    run, who = run_told(pointer), f"rank {rank}: {text}"
+    if asked:
+        status, who = "interrupted", f"interrupted by {asked}"
+    elif run and first.get("killed"):  # other nodes read it there
+        keep_error(run, rank, errors.Killed(text))
+    elif run and text.startswith(NO_CAUSE) and several_nodes:
+        time.sleep(4.0)  # another node's agent writes that its rank was killed
+        status, who = first_error(run, time.time()) or (status, who)
+    shown = text if first["code"] in (2, 4) and not asked else who
+    say(f"{'' if asked else first.get('trace', '')}{prog}: {shown}")
+    complete_result(pointer, status, who, (LOST,))

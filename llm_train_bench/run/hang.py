@@ -14,24 +14,22 @@ from llm_train_bench.base.errors import Interrupted, NoStep
 from llm_train_bench.run.failures import LOST
 from llm_train_bench.run.signals import ENDING, Heard, signal_said
 
+End = Callable[[BaseException, float], None]
+
 
 class HangWatch:
-    """Calls `end` from a thread if the main thread hangs, with an error and its time (`time.time()`).
+    """Calls `end` from a thread, with an error and its time, if the main thread hangs.
 
     It hangs if a step lasts too long, or if it does not call `close` soon after a signal, or after
     `broken` reports an error of the collectives. Make this in the main thread.
     """
 
-    PATIENCE_S = 3.0  # torchrun's agent kills after 30
+    PATIENCE_S = 3.0
+    save_s = 0.0  # what the first signal leaves the main thread besides, to save
+    limit_s = limit = math.inf
 
-    def __init__(
-        self,
-        end: Callable[[BaseException, float], None],
-        broken: Callable[[], str | None] = lambda: None,
-    ):
+    def __init__(self, end: End, broken: Callable[[], str | None] = lambda: None):
         self.end, self.broken = end, broken
-        self.save_s = 0.0  # what the first signal leaves the main thread besides, to save
-        self.allow(math.inf)
         # Python's own C handler tells of a signal at once, whatever the main thread does.
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -40,8 +38,7 @@ class HangWatch:
 
     def allow(self, seconds: float) -> None:
         """The next step must begin, or the last one end, within so many seconds from now."""
-        self.limit_s = seconds
-        self.limit = time.monotonic() + seconds
+        self.limit_s, self.limit = seconds, time.monotonic() + seconds
 
     def close(self) -> None:
         """The main thread has reacted, or there is nothing more to watch."""

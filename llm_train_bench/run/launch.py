@@ -1,12 +1,8 @@
 """Starting a script: alone, as one rank under a launcher, or as the parent of its ranks."""
 
 import gc
-import math
 import os
-import shutil
 import signal
-import socket
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,11 +13,10 @@ from llm_train_bench.apply.precision import native_amp
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import Interrupted, UsageError
 from llm_train_bench.base.machine import n_cores
-from llm_train_bench.measure.device import SHARE_GPU, memory_gib, pick_device, platform_of
-from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
-from llm_train_bench.run import failures
+from llm_train_bench.measure.device import pick_device, platform_of, share_of_memory_gib
+from llm_train_bench.parallel.ranks import ALONE, Ranks, find_ranks, leave
 from llm_train_bench.run.hang import HangWatch
-from llm_train_bench.run.signals import end_at_first, handled_by
+from llm_train_bench.run.signals import end_at_first, guarded, report_ending
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
@@ -39,7 +34,7 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
 
     def run_rank(ranks: Ranks) -> None:
         # Connecting to others runs in C, without Python's handlers.
-        with closing(HangWatch(lambda error, when: os._exit(report_failure(error, prog, ranks)))):
+        with closing(HangWatch(lambda error, when: os._exit(report_ending(error, prog, ranks)))):
             train_planned(train, argv, prog, ranks)
             gc.collect()  # DDP must be gone before its process group: the two can wait for each other
             leave()
@@ -54,31 +49,16 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
 def train_planned(train: Callable[..., None], argv: Sequence[str], prog: str, ranks: Ranks) -> None:
     """Resolve the arguments into a plan, and call `train(plan, device, ranks)`."""
     args = parse_args(argv, prog)
-    if args.nproc not in (None, ranks_here(ranks)):
+    if args.nproc not in (None, ranks.here):
         raise UsageError(
             f"--nproc {args.nproc}: this script was started by a launcher, which decides that; leave it "
             "out and use its --nproc-per-node"
         )
     if not args.save_every:
-        start.refuse_wishes()
+        start.refuse_stop_requests()
     device = pick_device(args.device, ranks.local_rank)
-    has = {"memory_gib": free_gib(device, ranks), "native_amp": native_amp(device)}
+    has = {"memory_gib": share_of_memory_gib(device, ranks.here), "native_amp": native_amp(device)}
     train(make_plan(args, Script(prog), ranks.world, platform_of(device), **has), device, ranks)
-
-
-def ranks_here(ranks: Ranks) -> int:
-    """The number of ranks on this machine; of all where the launcher does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
-
-
-def free_gib(device: torch.device, ranks: Ranks) -> float | None:
-    """Memory that a rank may plan with [GiB]: its share of a GPU's, or of half of a CPU's machine."""
-    has = memory_gib(device)
-    if has and device.type == "cpu":
-        return has / 2 / ranks_here(ranks)
-    if has and os.environ.get(SHARE_GPU) == "1":
-        return has / math.ceil(ranks_here(ranks) / torch.cuda.device_count())
-    return has
 
 
 def start_ranks(argv: Sequence[str], script: str) -> int:
@@ -86,7 +66,7 @@ def start_ranks(argv: Sequence[str], script: str) -> int:
     from llm_train_bench.run import agent
 
     signal.signal(signal.SIGUSR1, end_at_first)  # until the agent passes it on
-    if number := start.early_wish():
+    if number := start.early_stop_request():
         raise Interrupted(signal.Signals(number).name)
     args = parse_args(argv, Path(script).name)
     cuda = args.device != "cpu" and torch.cuda.is_available()
@@ -95,41 +75,9 @@ def start_ranks(argv: Sequence[str], script: str) -> int:
         raise UsageError("PyTorch has a GPU but counts none: an amdsmi that does not fit its ROCm?")
     # The ranks share the cores; more threads than cores slow every one of them down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores() // n)))
-    # Nothing may listen beyond this machine: what gloo and NCCL open is on the loopback. A store behind a
-    # port would obey whoever connects to it.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
     for name in [name for name in os.environ if name.startswith("PET_")]:  # for torchrun itself
         del os.environ[name]
     words = ["--standalone", "--nproc-per-node", str(n), str(Path(script).resolve())]
     options = agent.torchrun.parse_args(words)
     options.training_script_args = argv  # not parsed: torchrun would take --nproc for its own
     return agent.run_agent(options)
-
-
-def guarded(body: Callable[[], int | None], prog: str, ranks: Ranks = ALONE) -> int:
-    """The exit code of `body`; whatever happens in it becomes one line and a code (failures.Ending)."""
-    start.imported()
-    try:
-        with handled_by(end_at_first):
-            try:
-                code = body() or 0
-            except (Exception, KeyboardInterrupt, Interrupted) as error:
-                code = report_failure(error, prog, ranks)
-    # As the handlers are set or taken away, or before the report of an error.
-    except (KeyboardInterrupt, Interrupted) as late:
-        code = report_failure(late.__context__ or late, prog, ranks)
-    if start.is_script():  # a process group of lost ranks, or a save that was given up, would wait
-        sys.stdout.flush()
-        os._exit(code)
-    return code
-
-
-def report_failure(error: BaseException, prog: str, ranks: Ranks) -> int:
-    """Report a failure; the exit code. The agent ends this rank too when another one has failed."""
-    with handled_by(signal.SIG_IGN):
-        if start.orphaned():
-            shutil.rmtree(os.environ.get(MEETING, ""), ignore_errors=True)
-        return failures.report(error, prog, ranks)

@@ -22,12 +22,12 @@ from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import MemoryReport
 from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
 from llm_train_bench.model.layout import HasWeights
-from llm_train_bench.parallel.ranks import average_over_ranks, gather, meet
+from llm_train_bench.parallel.ranks import average_over_ranks, gather
 from llm_train_bench.results.result_files import seconds_alive
 from llm_train_bench.run.failures import classify
-from llm_train_bench.run.life import Run
 from llm_train_bench.run.profiling import NOT_OBSERVED, build_capture, observed_in, traced
 from llm_train_bench.run.signals import ENDING, ignore, signal_said
+from llm_train_bench.run.training_run import Run
 from llm_train_bench.trace.read_trace import Trace
 
 if TYPE_CHECKING:  # these take a second to import
@@ -56,7 +56,7 @@ def measure(
     step nothing but training happens: no synchronisation, no evaluation; files and screen are served
     about once a second. The validation loss is taken before the first step and after the last one.
     """
-    schedule, work = run.plan.schedule, run.plan.work
+    schedule, work = run.schedule, run.plan.work
     captures = build_capture(run, model)
     looks = (run.device.type == "cuda" or run.plan.args.memory_snapshot) and not work.cuda_graphs
     memory = MemoryReport(run.result, run.log, schedule, looks, model, optimizer)
@@ -64,7 +64,7 @@ def measure(
     eval_every, m = run.plan.args.eval_every, run.result.metrics
     m.val_loss_before = evaluate()
     # Forward passes name their block themselves.
-    listening = run.wish.listening() if saver else contextlib.nullcontext()
+    listening = run.stop_request.listening() if saver else contextlib.nullcontext()
     with listening, uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(schedule.start, schedule.total):
@@ -76,9 +76,6 @@ def measure(
                 gc.collect()
                 run.end_steps()  # warming the device up may take long
                 run.begin_window()
-                meet(run.ranks)  # or the first step would include other ranks' preparations
-                synchronize(run.device)
-                run.log.start()
             for watcher in watchers:
                 watcher.before(step)
             step_fn(step, schedule.phase_of(step))
@@ -98,7 +95,6 @@ def measure(
                     m.window_evaluations = (m.window_evaluations or 0) + 1
                 run.log.start()
             if step == schedule.window_end - 1 and step >= schedule.window_begin:
-                synchronize(run.device)
                 run.close_window()
                 run.log.start()
             for watcher in captures:
@@ -118,7 +114,7 @@ def save_and_stop(run: Run, saver: "Saver", step: int) -> None:
     """Save before a step, and raise Preempted: a rank was asked to, two steps ago."""
     if saver.last_good != step:
         saver.save(step)
-    why = signal_said(run.wish.number) if run.wish.number else None
+    why = signal_said(run.stop_request.number) if run.stop_request.number else None
     if saver.last_good != step:
         raise Preempted(f"{why or 'a signal'}, and could not be saved")
     ignore((*ENDING, signal.SIGUSR1))
@@ -148,7 +144,7 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
     All ranks run it, the first one traces it. It comes after everything that is saved, exported,
     validated or measured, and changes none of that. A failure is a note.
     """
-    schedule = run.plan.schedule
+    schedule = run.schedule
     observed = schedule.profiler == "torch"  # in the captured steps
     if run.plan.args.no_observe or observed or schedule.total <= schedule.start:
         return
@@ -245,7 +241,7 @@ def build_step(
 ) -> Callable[[int, str], None]:
     """The function of one optimizer step, `step_fn(step, phase)`: passes, clipping, optimizer, log."""
     work, log, scaler, fp8 = run.plan.work, run.log, run.scaler, run.fp8
-    flags, n_steps = run.plan.optimizer, run.plan.schedule.window_end
+    flags, n_steps = run.plan.optimizer, run.schedule.window_end
     tokens = work.batch.tokens_per_step
     # A walk through gpt2-125m takes 0.4 ms.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -280,7 +276,7 @@ def build_step(
         # A number of its own says whether a rank was asked to stop; one collective is for both.
         values = total[None]
         if saver:
-            asked = torch.full_like(total, run.wish.number is not None)
+            asked = torch.full_like(total, run.stop_request.number is not None)
             values = torch.stack((total, asked))
         average_over_ranks(values)
         if phase != OBSERVE:

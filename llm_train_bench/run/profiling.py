@@ -18,13 +18,13 @@ from torch import nn
 from llm_train_bench.apply.compile import compile_counts
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import build_profiler
-from llm_train_bench.model.operators import taken
+from llm_train_bench.model.operators import noted_paths
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel.ranks import meet
 from llm_train_bench.results.figures import converted_matrices, matmul_work
 from llm_train_bench.results.schema import Profile
-from llm_train_bench.run.life import Run
+from llm_train_bench.run.failures import classify
 from llm_train_bench.run.record import RunRecord
+from llm_train_bench.run.training_run import Run
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.observed import Observed, fallbacks, observe
 from llm_train_bench.trace.read_trace import Trace, read_trace
@@ -36,7 +36,7 @@ NOT_OBSERVED = "the kernels that ran were not observed"
 def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCapture"]:
     """The watchers that the run's flags ask for: none or one."""
     kinds = {"torch": [TorchCapture], "nsys": [NsysCapture], None: []}
-    return [kind(run, model) for kind in kinds[run.plan.schedule.profiler]]
+    return [kind(run, model) for kind in kinds[run.schedule.profiler]]
 
 
 class TorchCapture:
@@ -44,8 +44,8 @@ class TorchCapture:
 
     def __init__(self, run: Run, model: nn.Module):
         self.run, self.model = run, model
-        self.steps = run.plan.schedule.captured
-        self.first = run.plan.schedule.profiled.start
+        self.steps = run.schedule.captured
+        self.first = run.schedule.profiled.start
 
     def before(self, step: int) -> None:
         if step == self.first:
@@ -96,7 +96,7 @@ class TorchCapture:
         plain.unlink()
         if self.run.ranks.main:
             self.run.result.profile = self._breakdown(path)
-        start_together(self.run)
+        self.run.start_together()
 
     def _breakdown(self, path: Path) -> Profile:
         work = self.run.plan.work
@@ -115,25 +115,43 @@ class TorchCapture:
 
 @contextlib.contextmanager
 def traced(record: RunRecord, seen: Callable[[Trace], None]) -> Iterator[None]:
-    """Trace the block on rank 0, until its device is idle, and give `seen` the trace there."""
-    path = record.directory / "observed.json"
+    """Trace a step on rank 0, until its device is idle, and give `seen` the trace there.
+
+    An error of the step passes. One of the profiler is a remark, as is another profiler that is on: a
+    second one would destroy its trace.
+    """
+    if profiler_is_on():
+        record.result.remark(f"{NOT_OBSERVED}: the loop has a profiler on")
+        yield
+        return
+    path, step_ended = record.directory / "observed.json", False
     profiler = build_profiler(record.device, record_shapes=True) if record.ranks.main else None
     try:
         with profiler or contextlib.nullcontext():
             yield
+            step_ended = True
             synchronize(record.device)
         if profiler is not None:
             profiler.export_chrome_trace(str(path))
             seen(read_trace(path))
+    except Exception as error:
+        if not step_ended:
+            raise
+        record.result.remark(f"{NOT_OBSERVED}: {classify(error).text}")
     finally:
         path.unlink(missing_ok=True)
+
+
+def profiler_is_on() -> bool:
+    """Whether PyTorch's profiler is on in this process."""
+    return bool(vars(torch.autograd)["_profiler_enabled"]())
 
 
 def observed_in(trace: Trace, run: Run) -> Observed:
     """What ran in a trace of a run, and how that differs from what was asked for."""
     work, result = run.plan.work, run.result
     o = observe(trace, work.trains, work.world)
-    o.paths = dict(taken)
+    o.paths = noted_paths()
     compiled = compile_counts()
     if work.compiled or compiled.graphs:
         o.graphs_from_cache, o.graphs_generated = compiled.from_cache, compiled.generated
@@ -177,7 +195,7 @@ class NsysCapture:
     """
 
     def __init__(self, run: Run, model: nn.Module):
-        self.run, self.model, self.steps = run, model, run.plan.schedule.captured
+        self.run, self.model, self.steps = run, model, run.schedule.captured
 
     def before(self, step: int) -> None:
         if step == self.steps.start:
@@ -198,14 +216,7 @@ class NsysCapture:
     def write(self, step: int) -> None:
         """Nothing is written here, but the pause after the last step is no part of the next."""
         if step == self.steps[-1]:
-            start_together(self.run)
-
-
-def start_together(run: RunRecord) -> None:
-    """Begin the next step on all ranks at once, or it would include waiting for one of them."""
-    meet(run.ranks)
-    synchronize(run.device)
-    run.log.start()
+            self.run.start_together()
 
 
 def _profiler_api(start: bool) -> None:

@@ -10,15 +10,16 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llm_train_bench import __version__
 from llm_train_bench.base import hardware
 from llm_train_bench.base.documents import index_path
-from llm_train_bench.base.files import CREDENTIALS, ROOT, SECRET, checksum
+from llm_train_bench.base.files import ROOT, checksum
 from llm_train_bench.base.machine import cpu_name, installed_version, n_cores, output_of
+from llm_train_bench.base.redaction import SECRET, redact, redact_command, redact_text
 from llm_train_bench.compare.setting import setting_name
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
@@ -26,7 +27,7 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_version
 from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect
 from llm_train_bench.results.result_files import now, this_process
-from llm_train_bench.results.schema import Attempt, Device, Fp8Info, ModelInfo, Result, StepSize
+from llm_train_bench.results.schema import Device, Fp8Info, ModelInfo, Result, StepSize
 from llm_train_bench.settings.flags import (
     LEARNT,
     Args,
@@ -37,6 +38,9 @@ from llm_train_bench.settings.flags import (
 )
 from llm_train_bench.settings.plan import Plan, Schedule
 
+if TYPE_CHECKING:
+    from llm_train_bench.run.checkpoint.attempt import Start
+
 
 def default_name(model: str, args: dict[str, Any]) -> str:
     """The default --run-name: time, model, changed headline flags, process."""
@@ -44,6 +48,7 @@ def default_name(model: str, args: dict[str, Any]) -> str:
     words = setting_name({flag: args[flag] for flag in headline if flag in args}, usual_values())
     words = re.sub(r"[^\w.,-]", "", words.replace("/", "_")).replace(",", "-")
     now = datetime.datetime.now(datetime.UTC)
+    model = re.sub(r"[^\w.+-]", "_", model)
     return f"{now:%Y%m%d-%H%M%S}-{model}{'-' * bool(words)}{words[:100]}-{os.getpid()}"
 
 
@@ -52,37 +57,53 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def begin_result(
+    entrypoint: str,
+    args: dict[str, Any],
+    model: ModelInfo,
+    environment: dict[str, Any],
+    **fields: Any,
+) -> Result:
+    """The result of a run that begins now in this process; `fields` are the other ones of Result."""
+    return Result(
+        version=__version__,
+        entrypoint=entrypoint,
+        command=[entrypoint.split()[-1], *redact_command(sys.argv[1:])],
+        started_at=now(),
+        args=redact(args),
+        model=model,
+        writer=this_process(),
+        environment=environment,
+        **fields,
+    )
+
+
 def open_result(
     plan: Plan,
+    schedule: Schedule,
     device: torch.device,
     fp8: Fp8Info | None,
     attention_kernel: str | None,
-    name: str,
-    run_id: str,
-    attempts: list[Attempt],
+    start: "Start",
 ) -> Result:
-    """The result of a run that begins now: nothing is measured yet."""
+    """The result of a planned run: nothing is measured yet."""
     work, config = plan.work, plan.work.config
     resolved = {"seq_len": work.batch.seq_len, "grad_acc_steps": work.batch.grad_acc_steps}
-    result = Result(
-        run_name=name,
-        version=__version__,
-        entrypoint=plan.script,
-        command=[plan.script, *sys.argv[1:]],
-        started_at=now(),
-        args=dataclasses.asdict(plan.args) | resolved,
-        model=describe_model(config),
+    result = begin_result(
+        plan.script,
+        dataclasses.asdict(plan.args) | resolved,
+        describe_model(config),
+        describe_environment(device),
+        run_name=start.directory.name,
+        run_id=start.run_id,
+        attempts=start.attempts,
         device=describe_device(device, work.world, plan.args.peak_tflops),
         batch=StepSize(**{name: getattr(work.batch, name) for name in StepSize.model_fields}),
         fp8=fp8,
         attention_kernel=attention_kernel,
         linear=work.linear,
-        writer=this_process(),
-        run_id=run_id,
-        attempts=attempts,
-        environment=describe_environment(device),
     )
-    for note in (*plan.notes, *_notes(work, plan.schedule)):
+    for note in (*plan.notes, *_notes(work, schedule)):
         result.remark(note)
     m, parallel = result.metrics, work.parallelism
     moved = traffic(work)
@@ -216,7 +237,7 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
         "image": container_image(os.environ),
         "settings": {
             # A path of one machine says nothing.
-            k: CREDENTIALS.sub("://...@", v.replace(home, "~") if home else v)
+            k: redact_text(v.replace(home, "~") if home else v)
             for k, v in sorted(os.environ.items() - LAUNCHED.items())
             if k.startswith(SETTINGS) and not SECRET.search(k)
         },

@@ -15,9 +15,9 @@ import torch
 from llm_train_bench.apply.compile import CompileCounts, compile_counts
 from llm_train_bench.base.errors import CompileError, UsageError
 from llm_train_bench.base.files import how_to_install
-from llm_train_bench.measure.device import peak_memory
+from llm_train_bench.measure.device import peak_memory, synchronize
 from llm_train_bench.measure.steps import StepLog
-from llm_train_bench.parallel.ranks import Ranks, on_main
+from llm_train_bench.parallel.ranks import Ranks, meet, on_main
 from llm_train_bench.results.console import ProgressDisplay, print_result, say
 from llm_train_bench.results.figures import fill_rank_metrics, fill_step_metrics
 from llm_train_bench.results.result_files import ResultFile, StepsFile, now
@@ -25,8 +25,8 @@ from llm_train_bench.results.schema import Result, Status
 from llm_train_bench.results.tensorboard import TensorBoardFile
 from llm_train_bench.results.wandb_run import WandbRun
 from llm_train_bench.run.failures import NO_CAUSE, classify, first_error, keep_error
+from llm_train_bench.run.measured_window import MeasuredWindow
 from llm_train_bench.run.signals import handled_by, held
-from llm_train_bench.run.window import Window
 from llm_train_bench.settings.flags import OutputFlags
 
 
@@ -35,31 +35,27 @@ class RunRecord:
 
     Entering makes the run's directory. Leaving by an exception writes what was measured until then
     with the status that fits, and the exception passes. Every rank has a record; only rank 0's writes.
-    Training scripts use a `Run` (life.py), and loops of others a `Meter` (meter.py).
+    Training scripts use a `Run` (training_run.py), and loops of others a `Meter` (meter.py).
     """
+
+    result: Result
+    directory: Path
+    compiles = False
+    """Whether to keep each step's seconds of compilation."""
+    cuda_graphs = False
+    allocator_history = False
 
     def __init__(
         self,
-        result: Result,
-        directory: Path,
         device: torch.device,
         ranks: Ranks,
-        n_steps: int,
         output: OutputFlags,
+        n_steps: int,
         flops_per_token: float | None,
-        compiles: bool = False,
-        cuda_graphs: bool = False,
-        history: bool = False,
-        bar: bool = True,
     ):
-        """`flops_per_token` (palm) is for the screen and TensorBoard, `bar` for the screen.
-
-        `compiles` asks for each step's seconds of compilation, `history` for the allocator's history.
-        """
-        self.result, self.directory, self.device, self.ranks = result, directory, device, ranks
-        self.n_steps, self.output, self.flops_per_token = n_steps, output, flops_per_token
-        self.compiles, self.cuda_graphs, self.history = compiles, cuda_graphs, history
-        self.bar, self.shows_table = bar, True
+        """`flops_per_token` (palm) is for the screen and TensorBoard."""
+        self.device, self.ranks, self.output = device, ranks, output
+        self.n_steps, self.flops_per_token = n_steps, flops_per_token
 
     def __enter__(self) -> Self:
         self.file: ResultFile | None = None
@@ -67,7 +63,7 @@ class RunRecord:
             self.open()
         except BaseException as error:
             if self.file:
-                ending = classify(error)
+                ending = classify(error, advice=self.result.ours)
                 self.result.status, self.result.error = ending.status, ending.text
                 self.file.write(self.result, last=True)
             raise
@@ -83,7 +79,9 @@ class RunRecord:
         self.log = StepLog(self.device, self.n_steps, [*self.sinks], held, seconds)
         name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
         path = self.directory / name
-        self.window = Window(self.device, self.ranks, self.cuda_graphs, path, self.history)
+        self.window = MeasuredWindow(
+            self.device, self.ranks, self.cuda_graphs, path, self.allocator_history
+        )
         if (n := self.window.ranks_on_a_gpu) > 1:
             advice = f"{n} ranks share a GPU: the figures say nothing of its speed"
             self.result.remark("ranks share a GPU", "invalid", advice)
@@ -95,7 +93,7 @@ class RunRecord:
         """Make the run's directory and files; UsageError where that cannot be."""
         if self.output.track and importlib.util.find_spec("wandb") is None:
             get = how_to_install("pip install -e '.[track]'")
-            raise UsageError(f"--track wandb: needs wandb: {get}")
+            raise UsageError(f"{self.result.argument('track')} wandb: needs wandb: {get}")
         existed = self.directory.exists()
         try:
             first_step = self.make_directory()
@@ -104,15 +102,15 @@ class RunRecord:
             self.sinks += [self.steps, *self._open_displays(first_step)]
         except FileExistsError as error:
             raise UsageError(
-                f"{error.filename}: exists already; nothing was touched, choose another --run-name "
-                "or --output-dir"
+                f"{error.filename}: exists already; nothing was touched, choose another "
+                f"{self.result.argument('run_name')} or {self.result.argument('output_dir')}"
             ) from None
         except OSError as error:
             if not existed:
                 shutil.rmtree(self.directory, ignore_errors=True)
             raise UsageError(
-                f"--output-dir {self.output.output_dir}: cannot be written: {error.strerror or error}; "
-                "choose another"
+                f"{self.result.argument('output_dir')} {self.output.output_dir}: cannot be written: "
+                f"{error.strerror or error}; choose another"
             ) from None
         self.tracked = [WandbRun(self.result, self.directory)] if self.output.track else []
         self.sinks += self.tracked
@@ -121,7 +119,7 @@ class RunRecord:
         device, flops = self.result.device, self.flops_per_token
         if not self.output.quiet:
             own = flops and flops / device.count
-            yield ProgressDisplay(self.n_steps, own, device.peak_bf16_tflops, self.bar)
+            yield ProgressDisplay(self.n_steps, own, device.peak_bf16_tflops, self.result.ours)
         if not self.output.no_tensorboard:
             directory, memory = self.directory / "tensorboard", lambda: peak_memory(self.device)
             peak = device.peak_bf16_tflops
@@ -135,8 +133,27 @@ class RunRecord:
         self.directory.mkdir()
         return 0
 
+    def open_window(self, heat_s: float = 0.0, probe: bool = True) -> None:
+        """The measured window begins (Window.open); with several ranks all must come here."""
+        synchronize(self.device)
+        self.log.drain()
+        warmup_s = sum(s.step_time_s for s in self.log.steps)
+        self.result.metrics.setup_s = time.perf_counter() - self.started - warmup_s
+        self.window.open(heat_s, probe)
+        self.start_together()
+
+    def start_together(self) -> None:
+        """Begin the next step on all ranks at once, or it would include waiting for one of them."""
+        meet(self.ranks)
+        synchronize(self.device)
+        self.log.start()
+
+    def fill(self, error: BaseException | None) -> None:
+        """Put into the result what the owner knows besides times, once the run has ended."""
+
     def close_window(self) -> None:
-        """The measured window has ended; the device is idle. With several ranks all must come here."""
+        """The measured window has ended; with several ranks all must come here."""
+        synchronize(self.device)
         fill_rank_metrics(self.result, self.window.close(self.log))
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
@@ -152,7 +169,7 @@ class RunRecord:
 
     def how_it_ended(self, error: BaseException, when: float) -> tuple[Status, str]:
         """Status and error of the run, which ended at `when`; later failures are not its cause."""
-        ending = classify(error)
+        ending = classify(error, advice=self.result.ours)
         # A rank that lost another, or that the agent ended, is not the cause.
         interrupted = ending.status == "interrupted"
         if ending.text.startswith(NO_CAUSE) or interrupted:
@@ -189,16 +206,12 @@ class RunRecord:
         try:
             file.write(r, last=True)
         finally:  # the directory may be gone, or the disk full
-            if error is None and self.shows_table:
+            shows = r.ours or not self.output.quiet
+            if error is None and shows:
                 print_result(r)
-        if self.shows_table:
-            say(f"{r.status}: {file.path}")
-        for line in [tracked.finish(r) for tracked in self.tracked]:
-            if self.shows_table:
+        for line in [f"{r.status}: {file.path}", *[tracked.finish(r) for tracked in self.tracked]]:
+            if shows:
                 say(line)
-
-    def fill(self, error: BaseException | None) -> None:
-        """Fill in what the run's owner knows besides times: FLOPs, compilations, checkpoints."""
 
     def fill_compile_counts(self) -> CompileCounts:
         """The compilations since the run's start, into the result too."""

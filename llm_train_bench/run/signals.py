@@ -3,15 +3,18 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from llm_train_bench.base.start import early_wish, orphaned
+from llm_train_bench.base.start import early_stop_request, orphaned
 
+from llm_train_bench.base import start
 from llm_train_bench.base.errors import Interrupted
-from llm_train_bench.run.failures import has_parent
+from llm_train_bench.parallel.ranks import ALONE, Ranks
+from llm_train_bench.run.failures import has_parent, report
 
 # What a launcher of ours sends its ranks when it gets a second signal.
 SECOND = signal.SIGUSR2
@@ -100,7 +103,7 @@ class Heard:
         return copied or number == SECOND or now > self.first + self.COPY_S
 
 
-class Wish:
+class StopRequest:
     """The first signal that asks this process to save and to stop, in `number`; None until it comes."""
 
     number: int | None = None
@@ -108,7 +111,7 @@ class Wish:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, that signal is only noted. Another one does what it did before."""
-        self.number = early_wish()
+        self.number = early_stop_request()
         heard = Heard(self.number)
 
         def note(number: int, frame) -> None:
@@ -119,3 +122,27 @@ class Wish:
 
         with handled_by(note, SAVING) as before:
             yield
+
+
+def guarded(body: Callable[[], int | None], prog: str, ranks: Ranks = ALONE) -> int:
+    """The exit code of `body`; whatever happens in it becomes one line and a code (failures.Ending)."""
+    start.imported()
+    try:
+        with handled_by(end_at_first):
+            try:
+                code = body() or 0
+            except (Exception, KeyboardInterrupt, Interrupted) as error:
+                code = report_ending(error, prog, ranks)
+    # As the handlers are set or taken away, or before the report of an error.
+    except (KeyboardInterrupt, Interrupted) as late:
+        code = report_ending(late.__context__ or late, prog, ranks)
+    if start.is_script():  # a process group of lost ranks, or a save that was given up, would wait
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def report_ending(error: BaseException, prog: str, ranks: Ranks) -> int:
+    """Report an error; the exit code. The agent ends this rank too when another one has failed."""
+    with handled_by(signal.SIG_IGN):
+        return report(error, prog, ranks)

@@ -1,7 +1,6 @@
 """Run one cell of a sweep in its own process; whatever happens becomes a row. Needs no torch."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.base import start
+from llm_train_bench.base.children import child
 from llm_train_bench.base.errors import one_line, printable, printable_data
 from llm_train_bench.base.files import ROOT, hold_lock, write_whole
 from llm_train_bench.base.machine import cpu_name, detect_platform, installed_version
@@ -117,43 +116,28 @@ LINE_S = 30.0
 
 def _run(command: list[str], cell: Cell, log: Path, timeout_s: float) -> tuple[str, str | None]:
     """How the process ended, unless its result says otherwise; and why, if it cannot say so."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT,
-            env=os.environ | dict(cell.environment), start_new_session=True,
-            preexec_fn=functools.partial(start.end_with, os.getpid()))  # fmt: skip
-        try:
-            end = time.monotonic() + timeout_s
-            while process.poll() is None and (left := end - time.monotonic()) > 0:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(min(LINE_S, left))
-                    break
-                if left > LINE_S:
-                    lines = log.read_bytes()[-4096:].decode(errors="replace").split("\n")
-                    last = next((line for line in reversed(lines) if line.strip()), "starts")
-                    print(f"  {cell.label()}: {printable(last[:160])}", flush=True)
-            if process.poll() is None:
-                _end(process)
-                return "timeout", f"not done after {timeout_s:g} s"
-        except BaseException:
-            _end(process)
-            raise
+    environment = os.environ | dict(cell.environment)
+    with (
+        log.open("wb") as output,
+        child(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+    ):
+        end = time.monotonic() + timeout_s
+        while process.poll() is None and (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(LINE_S, left))
+                break
+            if left > LINE_S:
+                lines = log.read_bytes()[-4096:].decode(errors="replace").split("\n")
+                last = next((line for line in reversed(lines) if line.strip()), "starts")
+                print(f"  {cell.label()}: {printable(last[:160])}", flush=True)
+        if process.poll() is None:
+            return "timeout", f"not done after {timeout_s:g} s"
     if process.returncode == -signal.SIGKILL:
         return "failed", "killed by SIGKILL, as the kernel does when memory is full"
     if process.returncode < 0:
         return "failed", f"killed by {signal.Signals(-process.returncode).name}"
     # 3 is out of memory. The rank that had it may leave the writing rank no time for a result.
     return ("oom" if process.returncode == 3 else "failed"), None
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End a run and all its ranks: politely, then not."""
-    for number, timeout_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout_s)
-            break
 
 
 # Runs whose result says nothing of how they would have ended.

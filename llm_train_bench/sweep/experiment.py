@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.files import SECRET
 from llm_train_bench.base.hardware import find_hardware
+from llm_train_bench.base.redaction import SECRET
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.settings.flags import SETTABLE, Script, field_of, flag_of

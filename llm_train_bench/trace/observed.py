@@ -1,6 +1,5 @@
 """The kernels that a traced step ran: attention, matmuls, and what fell back. Needs no torch."""
 
-import contextlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -110,23 +109,6 @@ def fallbacks(trace: Trace, steps_optimizer: bool = True) -> Iterator[tuple[str,
         per_step = calls / max(1, len(trace.steps))
         text = f"fallback: host copy that waits: {name}, {per_step:g} a step"
         yield text, "copy from pinned memory with non_blocking=True"
-
-
-def sequence_lengths(trace: Trace) -> set[int]:
-    """Tokens of a sample: the queries of attention's operators, or else of embeddings' look-ups.
-
-    Several where a model has several kinds; none where a compiler fused them, or no shapes were recorded.
-    """
-    lengths: dict[bool, set[int]] = {True: set(), False: set()}
-    for span in trace.host_spans:
-        of_attention = bool(_OPERATOR.match(span.name))
-        if not of_attention and span.name != "aten::embedding":
-            continue
-        with contextlib.suppress(LookupError, TypeError):
-            dims = span.args["Input Dims"]  # queries: batch, heads, T, size; ids: batch, T
-            length = dims[0][2] if of_attention else dims[1][-1]
-            lengths[of_attention] |= {length} if isinstance(length, int) else set()
-    return lengths[True] or lengths[False]
 
 
 def _attention(names: set[str]) -> dict[str, set[str]]:

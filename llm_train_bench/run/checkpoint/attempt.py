@@ -122,21 +122,25 @@ class Start:
     notes: list[str] = dataclasses.field(default_factory=list)
     lock: TextIO | None = None
 
+    @property
+    def first_step(self) -> int:
+        """The first step that this attempt runs."""
+        return self.attempts[-1].first_step
+
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks get: all except the lock, which rank 0 holds."""
         return vars(self) | {"lock": None}
 
 
-def resolve_start(plan: Plan, ranks: Ranks) -> tuple[Plan, Start]:
-    """Where this run starts, the same on every rank, and the plan of the remaining steps.
+def resolve_start(plan: Plan, ranks: Ranks) -> Start:
+    """Where this run starts, the same on every rank.
 
     UsageError where it cannot resume, Finished where nothing is left to do.
     """
     start = on_main(ranks, lambda: _find_start(plan))
     if (amp := broadcast(ranks, plan.work.amp)) != plan.work.amp:
         raise OwnError(f"--amp auto: rank 0 takes {amp}, this rank {plan.work.amp}; set --amp")
-    left = dataclasses.replace(plan.schedule, start=start.attempts[-1].first_step)
-    return dataclasses.replace(plan, schedule=left), start
+    return start
 
 
 def _find_start(plan: Plan) -> Start:

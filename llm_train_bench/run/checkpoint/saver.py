@@ -29,7 +29,7 @@ from llm_train_bench.model.weights import Shard
 from llm_train_bench.results.console import say
 from llm_train_bench.run.checkpoint.attempt import Facts, commit
 from llm_train_bench.run.failures import SAVE_S
-from llm_train_bench.run.life import Run
+from llm_train_bench.run.training_run import Run
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as it should
 
@@ -156,7 +156,7 @@ class Saver:
     def __init__(self, run: Run, model: HasWeights, optimizer: Optimizer):
         self.run, self.model, self.optimizer = run, model, optimizer
         self.opened = run.directory.stat()
-        self.last_good = run.plan.schedule.start or None
+        self.last_good = run.schedule.start or None
         self.group: Any = None
         run.result.metrics.n_checkpoints = 0
         if run.ranks.world > 1:
@@ -167,8 +167,7 @@ class Saver:
 
     def after(self, step: int) -> None:
         """Save if it is time to."""
-        plan = self.run.plan
-        if (step + 1) % plan.args.save_every == 0 or step + 1 == plan.schedule.total:
+        if (step + 1) % self.run.plan.args.save_every == 0 or step + 1 == self.run.schedule.total:
             self.save(step + 1)
 
     def save(self, step: int) -> None:
@@ -189,6 +188,6 @@ class Saver:
             if run.ranks.main:
                 shutil.rmtree(writer.directory, ignore_errors=True)
                 say(why)
-        if run.plan.schedule.window_begin < step < run.plan.schedule.window_end:
+        if run.schedule.window_begin < step < run.schedule.window_end:
             m.window_saves = (m.window_saves or 0) + 1
         run.log.start()

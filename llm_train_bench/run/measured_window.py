@@ -17,7 +17,7 @@ from llm_train_bench.parallel.ranks import Ranks, gather, meet
 from llm_train_bench.results.figures import RankTimes, mean_part_times
 
 
-class Window:
+class MeasuredWindow:
     """Opened before the first measured step and closed after the last, with an idle device.
 
     `history` keeps the allocator's history until the window opens, and then writes it to `pickle`.

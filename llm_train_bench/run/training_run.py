@@ -1,6 +1,7 @@
 """The run of a training script: its record, its checkpoints' attempt, and its end by a silent rank."""
 
 import contextlib
+import dataclasses
 import faulthandler
 import math
 import os
@@ -13,7 +14,7 @@ from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.base.files import hold_lock
 from llm_train_bench.formulas.flops import step_flops_per_token
-from llm_train_bench.model.operators import taken
+from llm_train_bench.model.operators import forget_paths
 from llm_train_bench.parallel.ranks import Ranks, broken_group, tell_launcher
 from llm_train_bench.results.console import print_header, say
 from llm_train_bench.results.figures import fill_flop_metrics
@@ -24,7 +25,7 @@ from llm_train_bench.run.failures import keep_error, report
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.provenance import open_result
 from llm_train_bench.run.record import RunRecord
-from llm_train_bench.run.signals import Wish
+from llm_train_bench.run.signals import StopRequest
 from llm_train_bench.settings.plan import Plan
 
 
@@ -32,36 +33,29 @@ class Run(RunRecord):
     """The record of a planned run, and what its loop needs: FP8, the loss scaler, the attempt."""
 
     def __init__(
-        self,
-        plan: Plan,
-        start: attempt.Start,
-        device: torch.device,
-        ranks: Ranks,
-        fp8: Fp8,
-        attention_kernel: str | None,
+        self, plan: Plan, device: torch.device, ranks: Ranks, fp8: Fp8, attention_kernel: str | None
     ):
-        work, who = plan.work, (start.directory.name, start.run_id, start.attempts)
-        super().__init__(
-            open_result(plan, device, fp8.info, attention_kernel, *who),
-            start.directory,
-            device,
-            ranks,
-            plan.schedule.total,
-            plan.args,
-            step_flops_per_token(work, causal=False),
-            work.compiled,
-            work.cuda_graphs,
-            plan.args.memory_snapshot,
-        )
-        self.plan, self.start, self.wish = plan, start, Wish()
+        work, steps = plan.work, plan.schedule.total
+        flops = step_flops_per_token(work, causal=False)
+        super().__init__(device, ranks, plan.args, steps, flops)
+        self.plan, self.fp8, self.attention_kernel = plan, fp8, attention_kernel
+        self.compiles, self.cuda_graphs = work.compiled, work.cuda_graphs
+        self.allocator_history = plan.args.memory_snapshot
+        self.stop_request = StopRequest()
         self.counted = False
-        self.fp8 = fp8
-        self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
-        for note in start.notes:
-            self.result.remark(note)
+        self.scaler = LossScaler(device) if work.amp == "fp16" else None
 
     def open(self) -> None:
-        taken.clear()
+        """Find where the run starts, and open its record there; UsageError or Finished if it cannot."""
+        forget_paths()
+        self.start = attempt.resolve_start(self.plan, self.ranks)
+        self.schedule = dataclasses.replace(self.plan.schedule, start=self.start.first_step)
+        self.directory = self.start.directory
+        self.result = open_result(
+            self.plan, self.schedule, self.device, self.fp8.info, self.attention_kernel, self.start
+        )
+        for note in self.start.notes:
+            self.result.remark(note)
         super().open()
         # On a CPU the collectives themselves notice, and raise.
         self.step_limit_s = self.plan.args.dist_timeout if self.device.type == "cuda" else math.inf
@@ -82,13 +76,13 @@ class Run(RunRecord):
         if not self.start.lock:  # it does not go on in a directory
             super().make_directory()
             self.start.lock = hold_lock(self.directory / attempt.LOCK, "--run-name")
-        first_step, place = self.start.attempts[-1].first_step, self.directory / "checkpoints"
-        for path in (self.directory / "errors", *place.glob("step-*.tmp")):
+        first_step, checkpoints = self.start.first_step, self.directory / "checkpoints"
+        for path in (self.directory / "errors", *checkpoints.glob("step-*.tmp")):
             shutil.rmtree(path, ignore_errors=True)
-        for path in attempt.checkpoints_at(place):
+        for path in attempt.checkpoints_at(checkpoints):
             if attempt.step_of(path) > first_step:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-        attempt.remove_older(place)
+        attempt.remove_older(checkpoints)
         return first_step
 
     def begin_micro_step(self, step: int) -> None:
@@ -102,12 +96,10 @@ class Run(RunRecord):
             self.hang.allow(math.inf)
 
     def begin_window(self) -> None:
-        """The measured window starts; the device is idle."""
-        warmup = sum(s.step_time_s for s in self.log.steps)
-        self.result.metrics.setup_s = time.perf_counter() - self.started - warmup
+        """The measured window starts."""
         # The first three warm-up steps wait for the compiler rather than work.
         worked = sum(s.step_time_s for s in self.log.steps[3:])
-        schedule = self.plan.schedule
+        schedule = self.schedule
         heat_s = max(0.0, schedule.warmup_s - worked)
         if schedule.window_begin >= schedule.window_end:
             heat_s = 0.0  # nothing will be measured
@@ -118,7 +110,7 @@ class Run(RunRecord):
             )
         if heat_s:
             self.result.remark(f"{heat_s:.1f} s of matmuls warmed the device before the window")
-        self.window.open(heat_s)
+        self.open_window(heat_s)
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         if self.hang:
