@@ -11,14 +11,11 @@ import llm_train_bench.settings.before_torch  # noqa: F401
 
 import torch
 
-from llm_train_bench.apply.compile import apply_compile
+from llm_train_bench.apply.blocks import apply_blocks, apply_linear_layers
 from llm_train_bench.apply.data import batches, open_data, sample_plan
-from llm_train_bench.apply.fp8.base import apply_fp8
-from llm_train_bench.apply.kernels import apply_kernels, select_attention
-from llm_train_bench.apply.offload import apply_offload
+from llm_train_bench.apply.kernels import select_attention
 from llm_train_bench.apply.optimizer import build_optimizer
-from llm_train_bench.apply.precision import apply_weight_formats, set_precision
-from llm_train_bench.apply.recompute import apply_recompute
+from llm_train_bench.apply.precision import set_precision
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
@@ -36,16 +33,12 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     kernel = select_attention(work, device)
     data, val_data = open_data(args, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
-        model = Transformer(work.config, work.batch.seq_len, work.attention, work.balanced)
-    fp8 = apply_fp8(model, work, device)
+        model = Transformer(work.config, work.batch.seq_len, work.model_options)
+    fp8 = apply_linear_layers(model, work, device)
     pretrained = check_pretrained(work.config, args.init_from)
 
     with Run(plan, device, ranks, fp8, kernel) as run:
-        apply_weight_formats(model, work)
-        apply_kernels(model, work)
-        apply_recompute(model, work.recompute, fp8, work.compiled)
-        apply_compile(model, work.compile_mode, work.exact_casts)
-        apply_offload(model, work.offload, device)
+        apply_blocks(model, work, fp8, device)
         materialize(model, device, args.seed, pretrained)
         optimizer = build_optimizer(model, plan.optimizer)
         saver = loop.build_saver(run, model, optimizer)

@@ -11,14 +11,11 @@ import llm_train_bench.settings.before_torch  # noqa: F401
 
 import torch
 
-from llm_train_bench.apply.compile import apply_compile
+from llm_train_bench.apply.blocks import apply_blocks, apply_linear_layers
 from llm_train_bench.apply.data import batches, open_data, sample_plan
-from llm_train_bench.apply.fp8.base import apply_fp8
-from llm_train_bench.apply.kernels import apply_kernels, select_attention
-from llm_train_bench.apply.offload import apply_offload
+from llm_train_bench.apply.kernels import select_attention
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
-from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards
 from llm_train_bench.parallel.layout import RankLayout
@@ -39,17 +36,14 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     data, val_data = open_data(args, work, plan.schedule.total, device, plan.packing)
     with torch.device("meta"):
         model = Pipeline(work, layout)
-    fp8 = apply_fp8(model, work, device)
+    fp8 = apply_linear_layers(model, work, device)
     pretrained = check_pretrained(work.config, args.init_from)
     join(ranks, device, args.dist_timeout)
 
     with Run(plan, device, ranks, fp8, kernel) as run:
         meshes = layout.connect(device, args.dist_timeout)
         for stage in model.stages:
-            apply_kernels(stage, work)
-            apply_recompute(stage, work.recompute, fp8, work.compiled)
-            apply_compile(stage, work.compile_mode)
-            apply_offload(stage, work.offload, device)
+            apply_blocks(stage, work, fp8, device)
             apply_fsdp(stage, meshes, work)
         materialize_shards(model, device, args.seed, pretrained)
         optimizer = build_optimizer(model, plan.optimizer)

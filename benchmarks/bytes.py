@@ -97,6 +97,7 @@ from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
 from llm_train_bench.model import loss as loss_module
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import load_config
+from llm_train_bench.model.options import ModelOptions
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.flags import OptimizerFlags
 
@@ -368,8 +369,8 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
     try:
         with torch.device("cuda"):
             if name == "ours":
-                model = Transformer(config, shape.T)
-                model.loss.chunk_elements = chunk_elements(H200.total_memory / 2**30)
+                elements = chunk_elements(H200.total_memory / 2**30)
+                model = Transformer(config, shape.T, ModelOptions(chunk_elements=elements))
                 torch.set_default_dtype(torch.float32)
                 kind = config.layers[0].rope
                 if kind is not None:

@@ -4,8 +4,10 @@ Shapes in the comments: N tokens of one rank, E experts, k of them for a token, 
 an expert.
 """
 
+import contextlib
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +77,7 @@ def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -
 class Stacked(nn.Module):
     """The matrices (E, out, in) of one linear layer of each expert, and their biases (E, out)."""
 
-    # Of formats other than bf16, which the compiler does not know (apply_compile).
+    # Of formats other than bf16, which the compiler does not know (leave_out_of_compilation).
     grouped_mm = staticmethod(F.grouped_mm)
 
     def __init__(self, number: int, inside: int, outside: int, bias: bool):
@@ -87,6 +89,10 @@ class Stacked(nn.Module):
         """Rows (R, in) times the weights (E, in, out) of the experts whose rows end there."""
         function = F.grouped_mm if rows.dtype == torch.bfloat16 else self.grouped_mm
         return function(rows, weight, offs=ends)
+
+    def use_product(self, product: Any) -> None:
+        """Multiply by another function than `product`."""
+        self.product = product
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows (R, in) sorted by expert, `counts` (E,) of each, to (R, out); one grouped matmul.
@@ -131,6 +137,54 @@ class StackedMLPs(nn.Module):
         return self.down((up + 1) * gate * torch.sigmoid(self.options.gain * gate), counts)
 
 
+class RoutingReplay:
+    """The choices of a checkpointed block's forward passes, given to their recomputations in order."""
+
+    def __init__(self) -> None:
+        self._choices: deque[tuple[Tensor, Any]] = deque()
+        self._mode: Literal["record", "replay"] | None = None
+
+    def contexts(self, other: Callable[[], Any] | None) -> tuple[Any, Any]:
+        """Contexts of a forward pass and its recomputation, around those that `other` returns."""
+        forward, again = other() if other else (contextlib.nullcontext(), contextlib.nullcontext())
+        return self._in_mode("record", forward), self._in_mode("replay", again)
+
+    @contextlib.contextmanager
+    def _in_mode(self, mode: Literal["record", "replay"], inner: Any) -> Iterator[None]:
+        self._mode = mode if torch.is_grad_enabled() else None
+        try:
+            with inner:
+                yield
+        finally:
+            self._mode = None
+
+    def next(self) -> tuple[Tensor | None, Any]:
+        """The choice and the plan of the forward pass that is recomputed; None of each otherwise."""
+        return self._choices.popleft() if self._mode == "replay" else (None, None)
+
+    def add(self, index: Tensor, plan: Any) -> None:
+        """Keep them for the recomputation, if there will be one."""
+        if self._mode == "record":
+            self._choices.append((index, plan))
+
+
+class ExpertLoad:
+    """Rows that each expert of a layer has had in training; fp32, on the device."""
+
+    total: Tensor | None = None
+    _at_step: Tensor | float = 0.0
+
+    def add(self, counts: Tensor) -> None:
+        """Count the rows (E,) of a forward pass."""
+        self.total = counts.float() if self.total is None else self.total + counts
+
+    def of_step(self) -> Tensor | None:
+        """The rows since the last call; None before the first pass."""
+        rows = None if self.total is None else self.total - self._at_step
+        self._at_step = 0.0 if self.total is None else self.total
+        return rows
+
+
 class MixtureOfExperts(nn.Module):
     """Router, experts and the shared expert in the place of a block's MLP; no token is dropped."""
 
@@ -144,15 +198,9 @@ class MixtureOfExperts(nn.Module):
         self.latent_up = nn.Linear(e.latent, d, bias=config.mlp_bias) if e.latent else None
         self.shared = MLP(config, layout, e.shared_size) if e.shared_size else None
         self.shared_gate = nn.Linear(d, 1, bias=False) if e.shared_gate else None
-        # What a checkpointed block remembers of its forward passes, for their recomputation; and what the
-        # pass that runs does with it: `keep`, `recall` or nothing. Balanced routing is always the same.
-        self.passed: deque[tuple[Tensor, Any]] = deque()
-        self.phase, self.same = "", {}
-        # Rows that each expert of this layer has had, and those before this step; fp32, on the device.
-        self.rows: Tensor | None = None
-        # The factor of the balance loss in this backward, as that of the model's own loss.
-        self.loss_factor: Tensor | float = 1.0
-        self.counted: Tensor | float = 0.0
+        self.replay, self.load = RoutingReplay(), ExpertLoad()
+        self._balanced_plans: dict[Any, Any] = {}  # balanced routing is always the same
+        self._loss_factor: Tensor | float = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) to (B, T, d)."""
@@ -161,16 +209,16 @@ class MixtureOfExperts(nn.Module):
         if self.balanced:
             whole = x.shape[1] * self.layout.tp * self.layout.cp
             balanced = _in_turn(len(x), whole, self.options, self.layout, x.device)
-        index, plan = self.passed.popleft() if self.phase == "recall" else (balanced, None)
-        scores, index, weights = self.router(tokens, index)
+        index, plan = self.replay.next()
+        scores, index, weights = self.router(tokens, balanced if index is None else index)
         counts = count_rows(index, self.options.number)
         rows = tokens if self.latent_down is None else self.latent_down(tokens)
-        coming, plan = self.sent(rows, index, weights.to(x.dtype), counts, plan)
+        coming, plan = self.dispatch(rows, index, weights.to(x.dtype), counts, plan)
         shared = None if self.shared is None else self.shared(x)  # while rows travel
-        y = self.mixed(coming, plan)
+        y = self.combine(coming, plan)
         y = y if self.latent_up is None else self.latent_up(y)
         if self.options.aux_loss and torch.is_grad_enabled():
-            y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, counts))
+            y = _WithLoss.apply(y, self._loss_factor * self.balance_loss(scores, counts))
         y = y.view_as(x)
         if shared is None:
             return y
@@ -178,7 +226,7 @@ class MixtureOfExperts(nn.Module):
             shared = torch.sigmoid(self.shared_gate(x)) * shared
         return y + shared
 
-    def sent(
+    def dispatch(
         self, tokens: Tensor, index: Tensor, weights: Tensor, counts: Tensor, plan: Any
     ) -> tuple[Any, Any]:
         """(N, d) tokens, the choice and its weights (N, k) on their way to the experts, and a plan.
@@ -188,20 +236,32 @@ class MixtureOfExperts(nn.Module):
         """
         if plan is None:
             key = (index.shape, index.device) if self.balanced and self.layout.ep > 1 else None
-            plan = self.same.get(key)
+            plan = self._balanced_plans.get(key)
             if plan is None:
                 plan = self.layout.plan_rows(index, counts)
             if key is not None:
-                self.same[key] = plan
+                self._balanced_plans[key] = plan
             if self.training:  # validation moves no correction
-                self.rows = counts.float() if self.rows is None else self.rows + counts
-        if self.phase == "keep":
-            self.passed.append((index, plan))
+                self.load.add(counts)
+        self.replay.add(index, plan)
         return self.layout.send(tokens, index, weights, plan), plan
 
-    def mixed(self, sent: Any, plan: Any) -> Tensor:
-        """What `sent` sent to the weighted sums (N, d) of their experts' outputs."""
+    def combine(self, sent: Any, plan: Any) -> Tensor:
+        """What `dispatch` sent to the weighted sums (N, d) of their experts' outputs."""
         return self.layout.experts(self.experts, sent, plan)
+
+    def scale_balance_loss(self, factor: Tensor | float) -> None:
+        """Set what the backward of the model's own loss is multiplied by."""
+        self._loss_factor = factor
+
+    def leave_out_of_compilation(self, disable: Callable[[Any], Any], experts: bool) -> None:
+        """Let the compiler not see how rows are put in order; with `experts` nor their outputs."""
+        self.dispatch = disable(self.dispatch)
+        if experts:
+            self.combine = disable(self.combine)
+        grouped_mm = disable(F.grouped_mm)
+        for stacked in self.experts.children():
+            stacked.grouped_mm = grouped_mm
 
     def balance_loss(self, scores: Tensor, counts: Tensor) -> Tensor:
         """E x sum of experts' shares of the choices times mean scores (Fedus et al. 2021, eq. 4)."""
@@ -210,7 +270,7 @@ class MixtureOfExperts(nn.Module):
             scores = scores / scores.sum(dim=-1, keepdim=True)
         elif e.scores == "softmax_chosen":
             scores = scores.softmax(dim=-1)
-        share = self.layout.summed(counts.float())
+        share = self.layout.sum_over_data(counts.float())
         share = share / share.sum()
         return e.aux_loss * e.number * (share * scores.mean(dim=0)).sum()
 
@@ -235,14 +295,9 @@ def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
 
 def fullest_expert(model: nn.Module) -> float | None:
     """Rows of the fullest expert over the mean of its layer, in the worst layer; None without experts."""
-    rows = [m.layout.summed(m.rows) for m in mixtures(model) if m.rows is not None]
+    loads = [(m.layout, m.load.total) for m in mixtures(model) if m.load.total is not None]
+    rows = [layout.sum_over_data(total) for layout, total in loads]
     return max(((r.max() / r.mean()).item() for r in rows), default=None)
-
-
-def scale_balance_losses(model: nn.Module, factor: Tensor | float) -> None:
-    """Set what the backward of the model's own loss is multiplied by, for the balance losses."""
-    for module in mixtures(model):
-        module.loss_factor = factor
 
 
 @torch.no_grad()
@@ -254,7 +309,6 @@ def update_corrections(model: nn.Module) -> None:
     """
     for module in mixtures(model):
         correction, rate = module.router.correction, module.options.correction_rate
-        if rate and correction is not None and module.rows is not None:
-            rows = module.layout.summed(module.rows - module.counted)
-            module.counted = module.rows
+        if rate and correction is not None and (own := module.load.of_step()) is not None:
+            rows = module.layout.sum_over_data(own)
             correction.add_((rate * (rows.mean() - rows).sign()).to(correction))

@@ -314,7 +314,7 @@ class Attention(nn.Module):
         else:
             # Ranks have equal numbers of heads, so that the mean of all is that of their means.
             means = torch.stack([x.float().square().mean(-1) for x in rows], dim=-1)
-            scales = torch.rsqrt(self.layout.added(means / self.layout.tp) + norms[0].eps)
+            scales = torch.rsqrt(self.layout.sum_over_tp(means / self.layout.tp) + norms[0].eps)
             for i, scale in enumerate(scales.split(1, dim=-1)):
                 rows[i] = (rows[i].float() * scale * norms[i].weight.float()).to(q.dtype)
         return rows[0].view_as(q), rows[1].view_as(k)

@@ -142,15 +142,15 @@ class Layout:
         """The inverse of `gather`: (B, T / cp, d) added up over the ranks that share heads."""
         return x
 
-    def added(self, numbers: Tensor) -> Tensor:
+    def sum_over_tp(self, numbers: Tensor) -> Tensor:
         """Numbers added up over the ranks that share heads."""
         return numbers
 
-    def highest(self, numbers: Tensor, *kinds: str) -> Tensor:
+    def max_over_ranks(self, numbers: Tensor, *kinds: str) -> Tensor:
         """The largest of their numbers, without a gradient; or of the ranks of `kinds`: tp, cp."""
         return numbers
 
-    def summed(self, numbers: Tensor) -> Tensor:
+    def sum_over_data(self, numbers: Tensor) -> Tensor:
         """Numbers added up over the ranks that hold other tokens of a step."""
         return numbers
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_train_bench.model.products import replace_linear
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import Adapter, Lora
 
@@ -16,15 +17,11 @@ class LoraLinear(nn.Linear):
     Its parameters `lora_a` and `lora_b` are an Adapter's `down` and `up`.
     """
 
-    lora_a: nn.Parameter
-    lora_b: nn.Parameter
-
-    def adapt(self, adapter: Adapter, lora: Lora) -> None:
-        """Add the adapter's parameters."""
+    def __init__(self, *sizes: Any, adapter: Adapter, lora: Lora):
+        super().__init__(*sizes)
         self.adapter, self.rank, self.scale = adapter, lora.rank, lora.alpha / lora.rank
-        device = self.weight.device
-        self.lora_a = nn.Parameter(torch.empty(adapter.down.shape, device=device))
-        self.lora_b = nn.Parameter(torch.empty(adapter.up.shape, device=device))
+        self.lora_a = nn.Parameter(torch.empty(adapter.down.shape))
+        self.lora_b = nn.Parameter(torch.empty(adapter.up.shape))
 
     def forward(self, input: Tensor) -> Tensor:
         y = F.linear(input, self.weight, self.bias)
@@ -44,18 +41,12 @@ class LoraLinear(nn.Linear):
         return torch.cat(parts, dim=-1).flatten(-2)
 
 
-def apply_lora(model: Transformer, lora: Lora | None) -> None:
+def apply_lora(model: Transformer, lora: Lora) -> None:
     """Freeze a meta-device model, and adapt linear layers of its blocks, in place."""
-    if lora is None:
-        return
     model.requires_grad_(False).to(torch.bfloat16 if lora.base_bytes == 2 else torch.float32)
-    model.lora = lora
-    model.table |= {weight.name: weight for weight in lora.weights}
+    model.add_adapters(lora)
     for adapter in lora.adapters:
-        module = model.get_submodule(adapter.frozen.path)
-        module.__class__ = LoraLinear
-        assert isinstance(module, LoraLinear)
-        module.adapt(adapter, lora)
+        replace_linear(model, adapter.frozen.path, LoraLinear, adapter=adapter, lora=lora)
 
 
 def adapter_settings(name: str, lora: Lora) -> dict[str, Any]:

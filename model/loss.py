@@ -9,6 +9,7 @@ as the plain way, none repeated.
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,23 @@ from llm_train_bench.model.operators import note_path
 # A label that is left out.
 MASKED = -100
 # (M, K) and (N, K) to (M, N), perhaps into a third tensor: the first times the second transposed.
-Times = Callable[..., Tensor]
+Matmul = Callable[..., Tensor]
 # Numbers of one rank to those of all.
-Sum = Callable[[Tensor], Tensor]
+Reduce = Callable[[Tensor], Tensor]
+# Logits, labels, size of the vocabulary and whether labels mask, to losses and the logits' gradient.
+ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
+
+
+class VocabShard(NamedTuple):
+    """The rows of a head that one of several ranks has; all have the same hidden states."""
+
+    start: int
+    """The first row."""
+    ranks: int
+    largest: int
+    """Rows of the rank with most: chunks are equal on all ranks."""
+    sum_over_ranks: Reduce
+    max_over_ranks: Reduce
 
 
 def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,31 +86,24 @@ def logits_loss(
     return in_few_passes(logits, target, masked, converts=logits.is_cuda)
 
 
-def parted_loss(
-    added: Sum,
-    highest: Sum,
-    first: int,
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    masks: bool = False,
+def sharded_logits_loss(
+    shard: VocabShard, logits: Tensor, labels: Tensor, vocab_size: int, masks: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`logits_loss` of ranks that have some columns each, this one those from `first` on.
+    """`logits_loss` of a rank that has some columns; `vocab_size` of its own are no padding.
 
-    `vocab_size` of its own are no padding. `added` and `highest` join the numbers of all ranks. The
-    logits may be overwritten.
+    The logits may be overwritten.
     """
-    column = labels - first
+    column = labels - shard.start
     here = (column >= 0) & (column < vocab_size)  # the columns behind these may be padding
     target = column.clamp(0, logits.shape[1] - 1)[:, None]
     wide = logits.float()
     if logits.shape[1] > vocab_size:
         columns = torch.arange(logits.shape[1], device=logits.device)
         wide = wide.masked_fill_(columns >= vocab_size, float("-inf"))
-    top = highest(wide.amax(dim=-1))[:, None]
+    top = shard.max_over_ranks(wide.amax(dim=-1))[:, None]
     at_target = torch.where(here, (wide.gather(1, target) - top).squeeze(1), 0.0)
     grad = wide.sub_(top).exp_()
-    z, at_target = added(torch.stack((grad.sum(dim=-1), at_target)))
+    z, at_target = shard.sum_over_ranks(torch.stack((grad.sum(dim=-1), at_target)))
     loss = z.log() - at_target
     grad = grad.div_(z[:, None]).scatter_add_(1, target, -here.float()[:, None])
     if masks:
@@ -114,9 +122,9 @@ def in_few_passes(
     GPU's do; on a CPU a separate conversion is cheaper.
     """
     wide = logits if converts else logits.float()
-    highest = wide.amax(dim=-1, keepdim=True).float()
-    at_target = wide.gather(1, target).float() - highest
-    grad = torch.sub(wide, highest, out=wide if wide.dtype == torch.float32 else None).exp_()
+    top = wide.amax(dim=-1, keepdim=True).float()
+    at_target = wide.gather(1, target).float() - top
+    grad = torch.sub(wide, top, out=wide if wide.dtype == torch.float32 else None).exp_()
     z = grad.sum(dim=-1, keepdim=True)
     grad.scatter_add_(1, target, -z)
     loss = z.log() - at_target
@@ -129,32 +137,35 @@ def in_few_passes(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, module, masks, dtype, grad_enabled):
+    def forward(ctx, hidden, weight, labels, head, masks, dtype, grad_enabled):
         low_h = hidden.to(dtype)
         low_w = aligned_weight(weight, dtype) if weight.is_cuda else weight.to(dtype)
         want_grad = grad_enabled and (hidden.requires_grad or weight.requires_grad)
         learns = want_grad and weight.requires_grad
         n, d = hidden.shape
-        rows = chunk_rows(n, module.width or len(weight), d if learns else 0, module.chunk_elements)
+        largest = head.shard.largest if head.shard else len(weight)
+        rows = chunk_rows(n, largest, d if learns else 0, head.chunk_elements)
         wide = n > rows or dtype == torch.float16  # several chunks are summed in fp32
         sum_dtype = torch.float32 if wide else weight.dtype
-        times, losses = module.times, []
+        losses = []
         grad_hidden = torch.empty_like(low_h) if want_grad else None
         grad_weight = None
         for start in range(0, n, rows):
             grad = None  # frees the last chunk's before there are new logits
             part = slice(start, start + rows)
-            chunk_loss, grad = module.chunk_fn(
-                times(low_h[part], low_w), labels[part], module.vocab_size, masks
+            chunk_loss, grad = head.chunk_loss(
+                head.matmul(low_h[part], low_w), labels[part], head.vocab_size, masks
             )
             losses.append(chunk_loss)
             if grad_hidden is not None:
-                times(grad, low_w.t(), grad_hidden[part])
+                head.matmul(grad, low_w.t(), grad_hidden[part])
             if learns:
-                grad_weight = _add_product(grad_weight, grad.t(), low_h[part], sum_dtype, times)
+                grad_weight = _add_product(
+                    grad_weight, grad.t(), low_h[part], sum_dtype, head.matmul
+                )
         if grad_weight is not None:
             grad_weight = grad_weight[: len(weight)]
-        ctx.grads, ctx.n = (grad_hidden, grad_weight), n / module.ranks
+        ctx.grads, ctx.n = (grad_hidden, grad_weight), n / (head.shard.ranks if head.shard else 1)
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.cat(losses).mean()
 
@@ -178,23 +189,27 @@ def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
-def plain_times(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+def matmul_transposed(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """(M, K) times (N, K) transposed."""
     return torch.mm(a, b.t(), out=out)
 
 
 def _add_product(
-    total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, times: Times = plain_times
+    total: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype,
+    matmul: Matmul = matmul_transposed,
 ) -> Tensor:
     """`total + a @ b`, in place; without a total the product, in `dtype`.
 
     fp16's range is too small for a frequent label's sum, and no loss scale reaches it, so its products
     are made in fp32. Where a matmul can add to an fp32 sum of 16-bit inputs, nothing else passes over it.
     """
-    if a.dtype == dtype and total is not None and times is plain_times:
+    if a.dtype == dtype and total is not None and matmul is matmul_transposed:
         return torch.addmm(total, a, b, out=total)
     if a.dtype == dtype:
-        product = times(a, b.t())
+        product = matmul(a, b.t())
         return product if total is None else total.add_(product)
     fake = detect_fake_mode() is not None  # a step that is traced, not run
     wide = dtype == torch.float32 and not fake and adds_wide(a.device, a.dtype)
@@ -224,18 +239,27 @@ def adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 class LinearCrossEntropy(nn.Module):
     """Mean cross-entropy of `hidden @ weight.T` against `labels`, equal to the plain one.
 
-    A module without parameters, so that the chunk function can be compiled in place. Of several `ranks`
-    that have the same loss each takes as much of its gradient as of its own share of the rows.
+    It has no parameters. Ranks that have a `shard` each have the same loss; each takes as much of its
+    gradient as of its own share of the rows.
     """
 
-    def __init__(self, vocab_size: int, chunk_elements: int = CHUNK_ELEMENTS):
+    def __init__(
+        self,
+        vocab_size: int,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        matmul: Matmul = matmul_transposed,
+        shard: VocabShard | None = None,
+    ):
         super().__init__()
-        self.vocab_size = vocab_size
-        self.chunk_elements = chunk_elements
-        self.chunk_fn = logits_loss
-        self.times: Times = plain_times
-        # Ranks that have some rows of the weight each, and the same hidden states; most rows of one.
-        self.ranks, self.width = 1, 0
+        self.vocab_size, self.chunk_elements = vocab_size, chunk_elements
+        self.matmul, self.shard = matmul, shard
+        self.chunk_loss: ChunkLoss = logits_loss
+        if shard is not None:
+            self.chunk_loss = functools.partial(sharded_logits_loss, shard)
+
+    def compile_chunks(self, compiler: Callable[[ChunkLoss], ChunkLoss]) -> None:
+        """Compile what is computed of a chunk's logits."""
+        self.chunk_loss = compiler(self.chunk_loss)
 
     def forward(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, masks: bool = False

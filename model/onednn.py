@@ -9,7 +9,7 @@ inference, and has no gradient. Here are one with a gradient, and the layer that
 import torch
 from torch import Tensor, nn
 
-from llm_train_bench.model.loss import LinearCrossEntropy, plain_times
+from llm_train_bench.model.loss import matmul_transposed
 from llm_train_bench.model.operators import OwnFunction, operator
 
 
@@ -63,19 +63,10 @@ class OnednnLinear(nn.Linear):
         return super().forward(input)
 
 
-def use_onednn(model: nn.Module) -> None:
-    """Make the plain linear layers of a model OnednnLinear, in place, and its loss use oneDNN."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = OnednnLinear
-        elif isinstance(module, LinearCrossEntropy):
-            module.times = product
-
-
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """(M, K) times (N, K) transposed, without a gradient: the matmuls inside the loss."""
     if a.dtype != torch.float32 or a.device.type != "cpu":
-        return plain_times(a, b, out)
+        return matmul_transposed(a, b, out)
     # The first operand is copied if it is transposed: the smaller one.
     swaps = not a.is_contiguous() and a.shape[0] > b.shape[0]
     result = onednn_linear(b, a, None).t() if swaps else onednn_linear(a, b, None)

@@ -4,6 +4,7 @@ Shapes: N tokens, K numbers of an input, M of an output; weights are (M, K).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,8 @@ class LinearProduct(torch.autograd.Function):
 
 def product_of(linear: nn.Linear, x: Tensor, *moves: Move) -> Tensor:
     """A linear layer without its bias, by the products that apply/fp8 gave it, or the plain ones."""
-    dtype, products = autocast_dtype(x.device) or x.dtype, getattr(linear, "products", PLAIN)
+    dtype = autocast_dtype(x.device) or x.dtype
+    products = linear.products if isinstance(linear, ProductLinear) else PLAIN
     gather, scatter = moves or (None, None)
     return LinearProduct.apply(x.to(dtype), linear.weight.to(dtype), products, gather, scatter)
 
@@ -79,7 +81,19 @@ def add_bias(y: Tensor, linear: nn.Linear) -> Tensor:
 class ProductLinear(nn.Linear):
     """A linear layer that is computed by its `products`."""
 
-    products = PLAIN
+    def __init__(self, *sizes: Any, products: Products):
+        super().__init__(*sizes)
+        self.products = products
 
     def forward(self, input: Tensor) -> Tensor:
         return add_bias(product_of(self, input), self)
+
+
+def replace_linear(model: nn.Module, path: str, kind: type[nn.Linear], **options: Any) -> None:
+    """Put a linear layer of another kind in the place of one; it takes over the parameters."""
+    old = model.get_submodule(path)
+    assert isinstance(old, nn.Linear)
+    with torch.device("meta"):
+        new = kind(old.in_features, old.out_features, old.bias is not None, **options)
+    new.weight, new.bias = old.weight, old.bias
+    model.set_submodule(path, new)

@@ -4,8 +4,7 @@ GPT-2 and Llama differ in the kind of norm and MLP, in where positions enter and
 config says which, and one block serves both.
 """
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from llm_train_bench.model.attention_kernel import USUAL_KERNEL, AttentionKernel
 from llm_train_bench.model.block_attention import InBlocks, block_attention
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import MixtureOfExperts
@@ -31,12 +29,13 @@ from llm_train_bench.model.layers import (
     rope_tables,
 )
 from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
-from llm_train_bench.model.loss import LinearCrossEntropy, parted_loss
-from llm_train_bench.model.onednn import onednn_linear
+from llm_train_bench.model.loss import LinearCrossEntropy, VocabShard, matmul_transposed
+from llm_train_bench.model.onednn import onednn_linear, product
+from llm_train_bench.model.options import USUAL_OPTIONS, ModelOptions
 from llm_train_bench.model.piece_attention import Seen, piece_attention
 from llm_train_bench.model.recurrent import RecurrentMixer
 from llm_train_bench.model.shapes import LayerSpec
-from llm_train_bench.model.weights import Weight, part_of
+from llm_train_bench.model.weights import Lora, Weight, part_of
 
 
 def saved_ops(attention: bool) -> set:
@@ -113,10 +112,9 @@ class Transformer(HasWeights):
     """A GPT-2 or Llama-family language model, its parameters not yet initialised.
 
     Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
-    it storage and values. `seq_len` bounds the positions of a forward pass. Attention runs in `kernel`.
-    `balanced` deals experts out in turn in place of choosing them. `layers` are those of one stage of a
-    pipeline: it has the embedding with the first layer, norm and head with the last, a tied head's weight
-    at both ends.
+    it storage and values. `seq_len` bounds the positions of a forward pass. `layers` are those of one
+    stage of a pipeline: it has the embedding with the first layer, norm and head with the last, a
+    tied head's weight at both ends.
     """
 
     embed: Embedding
@@ -126,13 +124,13 @@ class Transformer(HasWeights):
         self,
         config: ModelConfig,
         seq_len: int,
-        kernel: AttentionKernel = USUAL_KERNEL,
-        balanced: bool = False,
+        options: ModelOptions = USUAL_OPTIONS,
         layout: Layout = ALONE,
         layers: range | None = None,
     ):
         super().__init__()
-        self.config, self.seq_len, self.kernel, self.layout = config, seq_len, kernel, layout
+        self.config, self.seq_len, self.layout = config, seq_len, layout
+        self.kernel = options.attention
         d, V = config.hidden_size, config.padded_vocab_size
         # Rows of embedding and head; ranks that share heads divide them.
         begin, end = part_of(V, layout.tp, layout.tp_rank)
@@ -149,22 +147,32 @@ class Transformer(HasWeights):
         self.positions = Embedding(config.max_position_embeddings, d) if learned else None
         # By the number of the layer, which is part of its parameters' names.
         specs = {str(i): config.layers[i] for i in layers}
-        blocks = {name: Block(config, spec, balanced, layout) for name, spec in specs.items()}
+        blocks = {
+            name: Block(config, spec, options.balanced, layout) for name, spec in specs.items()
+        }
         self.blocks = nn.ModuleDict(blocks)
         self.register_module("norm", norm_of(config) if self.last else None)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
         heads = self.last and not tied
         self.lm_head = nn.Linear(d, len(self.rows), bias=False) if heads else None
-        self.loss = LinearCrossEntropy(max(0, min(config.vocab_size - begin, len(self.rows))))
-        if layout.tp > 1:
-            self.loss.ranks, self.loss.width = layout.tp, part_of(V, layout.tp, 0)[1]
-            self.loss.chunk_fn = functools.partial(parted_loss, layout.added, layout.highest, begin)
-        # The rows of parameters by their names here: more with adapters, and other ones where modules are
-        # exchanged (apply/fp8/te.py).
+        own_words = max(0, min(config.vocab_size - begin, len(self.rows)))
+        largest, reduce = part_of(V, layout.tp, 0)[1], (layout.sum_over_tp, layout.max_over_ranks)
+        shard = VocabShard(begin, layout.tp, largest, *reduce) if layout.tp > 1 else None
+        matmul = product if options.onednn else matmul_transposed
+        self.loss = LinearCrossEntropy(own_words, options.chunk_elements, matmul, shard)
         self.table = dict(config.weights)
         self.ropes: dict[str, Rope] = {}
         self.masks: dict[tuple[int, int | None], BlockMask] = {}
+
+    def add_adapters(self, lora: Lora) -> None:
+        """Note the rows of adapters, whose parameters are there (model/lora.py)."""
+        self.lora = lora
+        self.table |= {weight.name: weight for weight in lora.weights}
+
+    def replace_rows(self, row_of: Callable[[str], Weight]) -> None:
+        """Note the rows of all parameters anew, by their names, after modules were exchanged."""
+        self.table = {name: row_of(name) for name, _ in self.named_parameters()}
 
     def weights(self) -> Iterator[tuple[Weight, nn.Parameter]]:
         for name, parameter in self.named_parameters():

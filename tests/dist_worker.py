@@ -273,7 +273,7 @@ MUTANTS = {
     "a tied head's gradients stay apart": (
         RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)),
     "scales are of a rank's part": (
-        RankLayout, "highest", lambda self, numbers, *kinds, whole=RankLayout.highest: (
+        RankLayout, "max_over_ranks", lambda self, numbers, *kinds, whole=RankLayout.max_over_ranks: (
             numbers if kinds else whole(self, numbers))),
     "recomputation routes otherwise": (Router, "best", restless(Router.best)),
 }  # fmt: skip

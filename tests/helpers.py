@@ -19,9 +19,9 @@ import torch
 
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts, Record
-from llm_train_bench.model.attention_kernel import AttentionKernel
 from llm_train_bench.model.config import ModelConfig, parse_config
 from llm_train_bench.model.init import materialize
+from llm_train_bench.model.options import AttentionKernel, ModelOptions
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
@@ -57,10 +57,11 @@ def config(family: str, **changes) -> ModelConfig:
     return parse_config(FAMILIES[family] | changes, f"{family}.json")
 
 
-def built(config: ModelConfig, seed=0, seq_len=16, masked="pieces", weights=None, **options):
+def built(config, seed=0, seq_len=16, masked="pieces", balanced=False, weights=None, **options):
     """A model on the CPU, with the initial values of a seed or with weights of a file."""
     with torch.device("meta"):
-        model = Transformer(config, seq_len, AttentionKernel("auto", masked), **options)
+        chosen = ModelOptions(AttentionKernel("auto", masked), balanced)
+        model = Transformer(config, seq_len, chosen, **options)
     materialize(model, torch.device("cpu"), seed, weights)
     return model
 

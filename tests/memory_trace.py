@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from llm_train_bench.apply.kernels import apply_kernels
+from llm_train_bench.apply.blocks import apply_linear_layers
 from llm_train_bench.apply.offload import Copies, apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
-from llm_train_bench.apply.precision import apply_weight_formats, autocast
+from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.formulas.collectives import tokens_sent
 from llm_train_bench.formulas.work import Work
@@ -60,10 +60,10 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             even, layers = _EvenLayout(work, rank), work.stage_layers(pp_rank)
-            kernel = work.attention._replace(masked="pieces")
-            model = Transformer(work.config, work.batch.seq_len, kernel, True, even, layers)
-        apply_weight_formats(model, work)
-        apply_kernels(model, work)
+            attention = work.attention._replace(masked="pieces")
+            options = work.model_options._replace(attention=attention, balanced=True)
+            model = Transformer(work.config, work.batch.seq_len, options, even, layers)
+        apply_linear_layers(model, work, CPU)
         apply_recompute(model, work.recompute)
         apply_offload(model, work.offload, CPU, _Elsewhere())
         if work.fsdp:

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from llm_train_bench.apply.blocks import apply_linear_layers
 from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
-from llm_train_bench.apply.precision import apply_weight_formats
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.transformer import Transformer
@@ -66,7 +66,7 @@ def test_all_but_the_correction_of_a_routers_choice_is_in_bf16():
     argv = words("x.json --device cpu --bf16-weights")
     with torch.device("meta"):
         model = Transformer(shape, 8)
-    apply_weight_formats(model, plan_of(argv, config=shape).work)
+    apply_linear_layers(model, plan_of(argv, config=shape).work, torch.device("cpu"))
     kinds = {name.endswith(".correction"): p.dtype for name, p in model.named_parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
 

@@ -9,7 +9,8 @@ from llm_train_bench.base import machine
 from llm_train_bench.model import block_attention, onednn
 from llm_train_bench.model.block_attention import attend_in_blocks
 from llm_train_bench.model.layers import gelu_tanh
-from llm_train_bench.model.loss import LinearCrossEntropy
+from llm_train_bench.model.loss import LinearCrossEntropy, matmul_transposed
+from llm_train_bench.model.products import replace_linear
 from tests import helpers
 from tests.helpers import FAMILIES, plan_of, trained, words
 
@@ -34,6 +35,12 @@ def gradients_of_layer(layer, x, grad):
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad)]
 
 
+def by_onednn(layer):
+    """The layer by oneDNN, with the same parameters."""
+    replace_linear(model := nn.Sequential(layer), "0", onednn.OnednnLinear)
+    return model[0]
+
+
 def error(actual, exact):
     return ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
 
@@ -45,9 +52,7 @@ def test_onednn_linear_layers_and_gradients_are_plain_ones(shape, bias):
     m, n, k = shape
     layer, x, grad = nn.Linear(k, n, bias=bias), normal(2, m, k), normal(2, m, n)
     results = [gradients_of_layer(layer, x, grad)]
-    onednn.use_onednn(model := nn.Sequential(layer))
-    assert type(model[0]) is onednn.OnednnLinear
-    results.append(gradients_of_layer(model[0], x, grad))
+    results.append(gradients_of_layer(by_onednn(layer), x, grad))
     for right, ours in zip(*results, strict=True):
         assert ours.shape == right.shape and error(ours, right) < 2e-6
 
@@ -56,7 +61,7 @@ def test_onednn_linear_layers_and_gradients_are_plain_ones(shape, bias):
 def test_onednn_layers_leave_other_formats_and_frozen_weights_alone():
     layer, x = nn.Linear(24, 40), normal(6, 24)
     right = layer(x)
-    onednn.use_onednn(nn.Sequential(layer))
+    layer = by_onednn(layer)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     assert torch.equal(layer(x[:0]), right[:0])
@@ -70,8 +75,9 @@ def test_onednn_layers_leave_other_formats_and_frozen_weights_alone():
 @pytest.mark.parametrize("elements", [16 * 211, 10**9])
 def test_the_loss_by_onednn_is_the_plain_one(elements):
     hidden, weight, labels = normal(75, 32), normal(211, 32), torch.arange(75) % 211
-    losses = [LinearCrossEntropy(211, elements) for _ in range(2)]
-    onednn.use_onednn(nn.Sequential(losses[1]))
+    losses = [
+        LinearCrossEntropy(211, elements, matmul) for matmul in (matmul_transposed, onednn.product)
+    ]
     plain, ours = (
         gradients(lambda h, w, f=f: f(h, w, labels), (hidden, weight), torch.tensor(0.5))
         for f in losses
@@ -83,7 +89,7 @@ def test_the_loss_by_onednn_is_the_plain_one(elements):
 def test_onednn_layers_compile_in_one_graph():
     layer, x, grad = nn.Linear(24, 40), normal(3, 6, 24), normal(3, 6, 40)
     right = gradients_of_layer(layer, x, grad)
-    onednn.use_onednn(nn.Sequential(layer))
+    layer = by_onednn(layer)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for ours, plain in zip(gradients_of_layer(compiled, x, grad), right, strict=True):
         assert error(ours, plain) < 2e-6

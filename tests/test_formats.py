@@ -31,8 +31,8 @@ def test_products_of_a_whole_layer_are_torchaos(recipe, dtype):
     from torchao.float8.float8_linear import Float8Linear
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    ours = ProductLinear(64, 48, bias=True).to(dtype)
-    ours.products = ScaledProducts(recipe, True, ALONE, WHOLE)
+    products = ScaledProducts(recipe, True, ALONE, WHOLE)
+    ours = ProductLinear(64, 48, True, products=products).to(dtype)
     theirs = Float8Linear.from_float(nn.Linear(64, 48).to(dtype), config)
     theirs.load_state_dict(ours.state_dict())
     results = []
@@ -51,7 +51,7 @@ class Half(Layout):
     def __init__(self, others: list[float]):
         self.tp, self.others, self.asked = 2, others, []
 
-    def highest(self, numbers, *kinds):
+    def max_over_ranks(self, numbers, *kinds):
         self.asked.append((numbers.numel(), *kinds))
         return numbers.clamp(min=self.others.pop(0)) if self.others else numbers
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llm_train_bench.apply.blocks import apply_linear_layers
 from llm_train_bench.apply.fp8 import te as fp8_te
-from llm_train_bench.apply.fp8.base import apply_fp8
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import to_hf
@@ -356,7 +356,7 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     work = plan_of([path, *flags, "--seq-len", T], config=shape).work
     with torch.device("meta"):
         plain, te = Transformer(shape, T), Transformer(shape, T)
-    fp8 = apply_fp8(te, work, device)
+    fp8 = apply_linear_layers(te, work, device)
     for model in (plain, te):
         materialize(model, device, seed=0)
     ids = torch.randint(shape.vocab_size, (2, T), device=device)

@@ -125,7 +125,7 @@ def test_balanced_routing_gives_every_expert_as_many_rows():
         model = built(shape, balanced=balanced)
         ids = torch.randint(97, (4, 16))
         model(ids, ids).backward()
-        rows = torch.stack([block.mlp.rows for block in model.blocks.values()])
+        rows = torch.stack([block.mlp.load.total for block in model.blocks.values()])
         assert rows.sum() == 3 * 64 * 3
         assert ((rows.max(1).values / rows.mean(1) == 1).all()) == balanced
         assert all(block.mlp.router.weight.grad.abs().sum() > 0 for block in model.blocks.values())
@@ -155,7 +155,10 @@ def test_balanced_routing_is_the_same_on_every_layout():
 def test_a_correction_follows_the_loads_of_its_step_alone():
     mlp = MixtureOfExperts(config("deepseek_v3", router_bias_update_rate=0.01))
     for others in (1.0, 2.0):  # after both steps the first expert still has had the most rows
-        mlp.rows = torch.tensor([9.0] + 7 * [others])
+        # The second step's own rows make all equal, then.
+        mlp.load.add(
+            torch.tensor([9.0] + 7 * [1.0]) if others == 1 else torch.tensor([0.0] + 7 * [1.0])
+        )
         update_corrections(mlp)
         expected = torch.tensor([-0.01] + 7 * [0.01]) if others == 1 else torch.zeros(8)
         assert torch.equal(mlp.router.correction, expected)

@@ -36,7 +36,7 @@ def test_equals_plain_cross_entropy(elements):
 def test_gradients_of_logits_have_aligned_rows(compiled):
     """With a vocabulary like 50257 the matmuls they enter would miss tensor cores' wide loads."""
     hidden, weight, labels = (t.detach() for t in tensors())
-    fn = LinearCrossEntropy(V).chunk_fn
+    fn = LinearCrossEntropy(V).chunk_loss
     fn = torch.compile(fn, backend="aot_eager") if compiled else fn
     wide = head.aligned_weight(weight, torch.bfloat16)
     assert wide.shape == (216, D) and torch.equal(wide[:V], weight.bfloat16())
@@ -121,15 +121,15 @@ def test_no_gradient_is_computed_when_none_is_wanted():
 
 def test_no_two_chunks_gradients_are_there_at_once():
     loss = LinearCrossEntropy(V, 16 * V)
-    chunk_fn, before, there = loss.chunk_fn, [], []
+    chunk_loss, before, there = loss.chunk_loss, [], []
 
     def watched(*inputs):
         there.append([grad() is not None for grad in before])
-        value, grad = chunk_fn(*inputs)
+        value, grad = chunk_loss(*inputs)
         before.append(weakref.ref(grad))
         return value, grad
 
-    loss.chunk_fn = watched
+    loss.compile_chunks(lambda function: watched)
     loss(*tensors()).backward()
     assert len(there) == 5 and not any(map(any, there))
 
@@ -164,7 +164,13 @@ def test_ranks_with_parts_of_the_vocabulary_have_the_loss_of_all(missing, dtype)
     for joins in (False, True):  # first each rank's sums, then with those of all
         given = lambda x, j=joins: torch.stack(sums).sum(0) if j else (sums.append(x), x)[1]  # noqa: E731
         made = [
-            head.parted_loss(given, lambda x: top.float(), a, x.clone(), labels, b - a, masks=True)
+            head.sharded_logits_loss(
+                head.VocabShard(a, 2, 11, given, lambda x: top.float()),
+                x.clone(),
+                labels,
+                b - a,
+                True,
+            )
             for x, (a, b) in zip(own, parts, strict=True)
         ]
     for (loss, grad), (a, b) in zip(made, parts, strict=True):

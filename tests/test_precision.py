@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from benchmarks import gemm, numerics
+from llm_train_bench.apply.blocks import apply_linear_layers
 from llm_train_bench.apply.compile import apply_compile, compile_counts, compile_error
 from llm_train_bench.apply.fp8 import te as fp8_te
 from llm_train_bench.apply.fp8 import torchao
-from llm_train_bench.apply.fp8.base import apply_fp8
 from llm_train_bench.apply.fp8.te import native_name
 from llm_train_bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
 from llm_train_bench.apply.precision import LossScaler, set_precision
@@ -173,7 +173,7 @@ def fp8_model(recipe: str, values: dict):
     argv = ["x.json", "--bsz", 1, "--seq-len", 64, *EMULATED, "--fp8-recipe", recipe]
     with torch.device("meta"):
         model = Transformer(shape, 64)
-    fp8 = apply_fp8(model, plan_of(argv, platform="cpu", config=shape).work, CPU)
+    fp8 = apply_linear_layers(model, plan_of(argv, platform="cpu", config=shape).work, CPU)
     materialize(model, CPU, seed=0)
     return model, fp8
 

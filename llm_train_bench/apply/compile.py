@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.compiler.config
-import torch.nn.functional as F
 
 from llm_train_bench.base.errors import CompileError
 from llm_train_bench.model.operators import OwnFunction
@@ -24,14 +24,14 @@ from llm_train_bench.model.transformer import Transformer
 class CompileCounts:
     """The work of torch.compile in this process so far."""
 
-    seconds: float
-    graphs: int
-    graph_breaks: int
-    recompilations: int
-    graphs_recorded_again: int
-    graphs_refused: int
-    from_cache: int
-    generated: int
+    seconds: float = 0.0
+    graphs: int = 0
+    graph_breaks: int = 0
+    recompilations: int = 0
+    graphs_recorded_again: int = 0
+    graphs_refused: int = 0
+    from_cache: int = 0
+    generated: int = 0
 
     def __sub__(self, before: "CompileCounts") -> "CompileCounts":
         return CompileCounts(*map(operator.sub, vars(self).values(), vars(before).values()))
@@ -89,25 +89,21 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         logging.getLogger("torch._dynamo.convert_frame").setLevel(logging.ERROR)
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
-    grouped_mm = torch.compiler.disable(F.grouped_mm)
     for layer, block in model.blocks.items():
         whole = model.config.layers[int(layer)].mlp != "experts"
         if not whole:  # rows are put in order eagerly
-            mlp: Any = block.mlp
-            mlp.sent = torch.compiler.disable(mlp.sent)
-            for stacked in mlp.experts.children():
-                stacked.grouped_mm = grouped_mm
             # Ranks that divide experts exchange rows; those of tp gather experts apart, by hooks.
-            if model.layout.tp * model.layout.ep > 1:
-                mlp.mixed = torch.compiler.disable(mlp.mixed)
+            divided = model.layout.tp * model.layout.ep > 1
+            mlp: Any = block.mlp
+            mlp.leave_out_of_compilation(torch.compiler.disable, divided)
         compiled = torch.compile(block.forward, mode=mode, fullgraph=whole, dynamic=False)
         block.forward = compile_errors_named(f"blocks.{layer}")(compiled)
     # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the
     # next chunk would overwrite that.
     graphless = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
     mode = graphless.get(mode, mode)
-    chunk = torch.compile(model.loss.chunk_fn, mode=mode, fullgraph=True, dynamic=False)
-    model.loss.chunk_fn = compile_errors_named("loss")(chunk)
+    compiler = functools.partial(torch.compile, mode=mode, fullgraph=True, dynamic=False)
+    model.loss.compile_chunks(lambda chunk: compile_errors_named("loss")(compiler(chunk)))
 
 
 def compile_counts() -> CompileCounts:
@@ -116,7 +112,7 @@ def compile_counts() -> CompileCounts:
     PyTorch keeps a record of the last 64 compilations; recompilations are counted in it.
     """
     if "torch._dynamo" not in sys.modules:
-        return CompileCounts(*[0] * 8)
+        return CompileCounts()
     import torch._dynamo.utils as dynamo
 
     events = dynamo.get_compilation_metrics()

@@ -1,4 +1,4 @@
-"""Which kernels attention and the model's own parts use; set before anything is compiled."""
+"""Which kernels attention uses; set before anything is compiled."""
 
 import contextlib
 import warnings
@@ -6,13 +6,10 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.onednn import available, use_onednn
 from llm_train_bench.model.piece_attention import piece_kernel
-from llm_train_bench.model.transformer import Transformer
 
 KERNELS = ("flash", "cudnn", "efficient", "math")
 
@@ -38,19 +35,6 @@ def select_attention(work: Work, device: torch.device) -> str | None:
     if kernel.causal in KERNELS:
         _probe(work, device)
     return "blocks" if kernel.causal == "blocks" else _chosen_kernel(work, device)
-
-
-def apply_kernels(model: Transformer, work: Work) -> None:
-    """Let a model use the kernels, sizes and library of the plan; after apply_fp8.
-
-    UsageError where this PyTorch lacks oneDNN.
-    """
-    key_compiled_code(bool(work.fp8 and work.fp8.emulated), work.linear or "plain")
-    model.loss.chunk_elements = work.chunk_elements
-    if work.linear == "onednn":
-        if not available():
-            raise UsageError("linear layers by oneDNN: this PyTorch has none; use --linear plain")
-        use_onednn(model)
 
 
 def _chosen_kernel(work: Work, device: torch.device) -> str | None:

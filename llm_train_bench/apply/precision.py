@@ -8,9 +8,6 @@ from torch import Tensor
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.machine import cpu_multiplies
-from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.lora import apply_lora
-from llm_train_bench.model.transformer import Transformer
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}
 
@@ -42,18 +39,6 @@ def set_precision(amp: str, tf32: bool, device: torch.device) -> None:
         raise UsageError("--tf32: is for NVIDIA GPUs from Ampere on; leave it out")
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
-
-
-def apply_weight_formats(model: Transformer, work: Work) -> None:
-    """Give a meta-device model's weights their formats, and adapters, in place; before sharding.
-
-    The correction of a router's choice stays in fp32: its steps are below bf16's.
-    """
-    if work.lora:
-        apply_lora(model, work.lora)
-    for weight, parameter in model.weights() if work.bf16_weights else ():
-        if weight.learns:
-            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 class LossScaler:

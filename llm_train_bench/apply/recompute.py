@@ -1,12 +1,10 @@
 """Selective activation checkpointing: which blocks recompute in backward, and which parts."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from llm_train_bench.apply.fp8.base import Fp8
@@ -44,31 +42,9 @@ def apply_recompute(
         if int(layer) in recompute.blocks:
             both, mlp = contexts, getattr(block, "mlp", None)
             if isinstance(mlp, MixtureOfExperts) and not compiled:
-                both = functools.partial(_with_choices, mlp, contexts)
+                both = functools.partial(mlp.replay.contexts, contexts)
             more = {} if both is None else {"context_fn": both}
-            block.forward = _checkpointed(block.forward, (fp8 or Fp8()).checkpoint, options | more)
-
-
-def _with_choices(
-    mlp: MixtureOfExperts, contexts: Callable[[], Any] | None
-) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """Contexts of a block's forward and its recomputation, which takes the experts that forward took."""
-    others = (contextlib.nullcontext(),) * 2 if contexts is None else contexts()
-    return _phase(mlp, "keep", others[0]), _phase(mlp, "recall", others[1])
-
-
-@contextlib.contextmanager
-def _phase(mlp: MixtureOfExperts, phase: str, other: Any) -> Iterator[None]:
-    mlp.phase = phase if torch.is_grad_enabled() else ""
-    try:
-        with other:
-            yield
-    finally:
-        mlp.phase = ""
-
-
-def _checkpointed(forward, checkpoint, options: dict):
-    def recomputing_forward(*args) -> Tensor:
-        return checkpoint(forward, *args, use_reentrant=False, **options)
-
-    return recomputing_forward
+            checkpoint = functools.partial(
+                (fp8 or Fp8()).checkpoint, block.forward, use_reentrant=False
+            )
+            block.forward = functools.partial(checkpoint, **options, **more)

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from llm_train_bench.model.attention_kernel import USUAL_KERNEL, AttentionKernel
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.options import USUAL_OPTIONS, AttentionKernel, ModelOptions
 from llm_train_bench.model.shapes import present
 from llm_train_bench.model.weights import Lora
 
@@ -227,7 +227,7 @@ class Work:
     """Whether experts are dealt out in turn in place of chosen."""
     chunk_elements: int = CHUNK_ELEMENTS
     """The most logits that the loss makes at a time (model/chunks.py)."""
-    attention: AttentionKernel = USUAL_KERNEL
+    attention: AttentionKernel = USUAL_OPTIONS.attention
     linear: str | None = None
     """Of linear layers: te, plain, onednn, auto where the run is to choose, None without a choice."""
     offload: bool = False
@@ -239,6 +239,12 @@ class Work:
     ddp: Ddp | None = None
     fsdp: FsdpOptions | None = None
     trainer: Trainer = OUR_TRAINER
+
+    @property
+    def model_options(self) -> ModelOptions:
+        """What the model is built with."""
+        onednn = self.linear == "onednn"
+        return ModelOptions(self.attention, self.balanced, onednn, self.chunk_elements)
 
     @property
     def world(self) -> int:

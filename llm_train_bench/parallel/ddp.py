@@ -21,7 +21,7 @@ class ReplicaLayout(Layout):
 
     stage: dist.ProcessGroup | None = None  # the ranks with the same layers; None for all
 
-    def summed(self, numbers: Tensor) -> Tensor:
+    def sum_over_data(self, numbers: Tensor) -> Tensor:
         numbers = numbers.clone()
         dist.all_reduce(numbers, group=self.stage)
         return numbers

@@ -232,13 +232,13 @@ class RankLayout(ReplicaLayout):
         moves = _SCATTER, ("sum", n, name), _GATHER, (n, name)
         return _Collective.apply(x.transpose(0, 1), *moves).transpose(0, 1)
 
-    def added(self, numbers: Tensor) -> Tensor:
+    def sum_over_tp(self, numbers: Tensor) -> Tensor:
         if self.tp == 1:
             return numbers
         sums = _c10d.all_reduce, ("sum", self.names["tp"])
         return _Collective.apply(numbers, *sums, *sums)
 
-    def highest(self, numbers: Tensor, *kinds: str) -> Tensor:
+    def max_over_ranks(self, numbers: Tensor, *kinds: str) -> Tensor:
         for kind in kinds or ("tp",):
             if getattr(self, kind) > 1:
                 numbers = _c10d.wait_tensor(_c10d.all_reduce(numbers, "max", self.names[kind]))

@@ -45,7 +45,7 @@ class Pipeline(HasWeights):
         super().__init__()
         self.config, self.work, self.layout, self.ranks = work.config, work, layout, layout
         self.numbers = work.parallelism.stages_of(layout.pp_rank)
-        same = work.config, work.batch.seq_len, work.attention, work.balanced, layout
+        same = work.config, work.batch.seq_len, work.model_options, layout
         self.stages = [Transformer(*same, work.stage_layers(number)) for number in self.numbers]
         self.registered = nn.ModuleList(self.stages)
 

@@ -20,7 +20,7 @@ from llm_train_bench.apply.sharded import reshard, sharded_modules
 from llm_train_bench.base.errors import Preempted
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import MemoryReport
-from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
+from llm_train_bench.model.experts import fullest_expert, mixtures, update_corrections
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.parallel.ranks import average_over_ranks, gather
 from llm_train_bench.results.result_files import seconds_alive
@@ -192,7 +192,9 @@ def build_passes(
     def passes(step: int) -> Tensor:
         total = torch.zeros((), device=device)
         if balances:
-            scale_balance_losses(model, (1.0 if scaler is None else scaler.scale) / n_micro / share)
+            scale = 1.0 if scaler is None else scaler.scale
+            for mixture in mixtures(model):
+                mixture.scale_balance_loss(scale / n_micro / share)
         for micro in range(n_micro):
             run.begin_micro_step(step)
             with log.part("data"):
@@ -223,7 +225,8 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
     n_micro, micro_batches = work.batch.grad_acc_steps, repeating_last(micro_batches)
     scheduled = model.build_schedule(run.device, log)
     if work.config.experts and work.config.experts.aux_loss:
-        scale_balance_losses(model, 1.0 / n_micro / work.parallelism.ranks)
+        for mixture in mixtures(model):
+            mixture.scale_balance_loss(1.0 / n_micro / work.parallelism.ranks)
 
     def passes(step: int) -> Tensor:
         run.begin_micro_step(step)

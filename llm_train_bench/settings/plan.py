@@ -28,11 +28,11 @@ from llm_train_bench.formulas.work import (
     alike,
     block_parameters,
 )
-from llm_train_bench.model.attention_kernel import AttentionKernel
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.json_files import FACTS
+from llm_train_bench.model.options import AttentionKernel
 from llm_train_bench.model.weights import Lora, adaptable, adapters
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,

@@ -137,10 +137,7 @@ def convert(
     """
     config, blocks = model.config, model.blocks.values()
     modules = [module for block in blocks for module in _convert_block(block, config, te, excluded)]
-    names = [name for name, _ in model.named_parameters()]
-    model.table = {
-        name: converted_row(config.weights[native_name(name, config)], name) for name in names
-    }
+    model.replace_rows(lambda name: converted_row(config.weights[native_name(name, config)], name))
     return modules
 
 

@@ -16,7 +16,7 @@ from llm_train_bench.base.files import how_to_install
 from llm_train_bench.formulas.scales import PRODUCTS, SCALES, shared_dimensions
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.layout import HasWeights, Layout
-from llm_train_bench.model.products import ProductLinear, Products
+from llm_train_bench.model.products import ProductLinear, Products, replace_linear
 from llm_train_bench.model.shapes import present
 from llm_train_bench.results.figures import describe_fp8
 
@@ -84,7 +84,7 @@ class ScaledProducts(Products):
         rows, magnitude = scale == "rows", operand.abs()
         amax = magnitude.amax(axis, keepdim=True) if rows else magnitude.max()
         kinds = [kind for dim in (over if rows else dims) for kind in self.shared[dim]]
-        amax = self.layout.highest(amax.float(), *kinds) if kinds else amax
+        amax = self.layout.max_over_ranks(amax.float(), *kinds) if kinds else amax
         axis = (0 if axis == -2 else -1) if rows else None
         scales = self.to_scale(amax, dtype, self.rounds)
         return self.to_float8(operand, scales, dtype, self.matmul, self.roles[name], axis)
@@ -123,13 +123,13 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         converted = [w for w, _ in part.weights() if w.is_matrix and w.module in fp8.layers]
         linear = {weight.path for weight in converted if not weight.of_experts}
         for weight in converted:
-            module: Any = part.get_submodule(weight.path)
             if weight.of_experts:
-                module.product = product
+                stacked: Any = part.get_submodule(weight.path)
+                stacked.use_product(product)
             elif work.parallelism.divided:
-                module.__class__ = ProductLinear
                 shared = shared_dimensions(weight)
-                module.products = ScaledProducts(fp8.recipe, fp8.emulated, model.layout, shared)
+                products = ScaledProducts(fp8.recipe, fp8.emulated, model.layout, shared)
+                replace_linear(part, weight.path, ProductLinear, products=products)
         if not work.parallelism.divided:
             convert_to_float8_training(
                 part,
