@@ -1,18 +1,8 @@
-"""Runs on forked ranks, and an account of what each run did.
+"""Runs on forked ranks, and an account of what each run did in `counts.json` beside its result.
 
-Next to each result lies `facts.json`:
-
-- traffic: the bytes handed to collectives, by kind (of all-to-alls the ranks' mean), of each of a
-  pipeline's groups of ranks,
-- attention: the calls of attention, by format, and how often a kernel of it ran,
-- dropout: digests of each rank's generator before its dropouts,
-- idle: how many exchanges of tokens brought each rank nothing,
-- calls: how often collectives were called, by kind, and the gathers before the first attention,
-- events: the first exchanges of tokens and matmuls, in their order
-- waits: how often numbers of experts' rows came to the host
-- built: the most bytes that tensors held until the model was built,
-
-and with `gradients` also gradients.safetensors and parameters.safetensors: whole, of the first step
+It has the bytes and calls of collectives, calls of attention by format, digests of random states before
+dropouts, exchanges that brought a rank nothing, the order of the first events, and the bytes held. With
+`gradients` there are also gradients.safetensors and parameters.safetensors: whole, of the first step
 (clipped; of a resumed run what was loaded), and after the last.
 """
 

@@ -291,19 +291,6 @@ def test_what_is_committed_is_synchronised_first(tmp_path, monkeypatch):
     assert losses == [10, 20] and synced[0] == place and steps_in(tmp_path / "r") == ["10", "20"]
 
 
-def test_dropout_draws_other_numbers_in_each_step(tmp_path, monkeypatch):
-    drawn = []
-
-    def step(*args, real=loop.optimizer_step):
-        drawn.append(torch.initial_seed())
-        return real(*args)
-
-    monkeypatch.setattr(loop, "optimizer_step", step)
-    for seed in (1, 2):
-        assert train(tmp_path, "--run-name", seed, "--seed", seed) == 0
-    assert len(drawn) == 40 == len(set(drawn))
-
-
 @pytest.mark.parametrize("flags", [
     ["--amp", "fp16"], ["--optimizer", "sgd", "--grad-acc-steps", "2", "--sac-freq", "1/2"],
     ["--data", "x.bin", "--val-data", "x.bin", "--pack"],

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import estimate
 from benchmarks import estimate_vs_published as published
@@ -23,7 +22,6 @@ from llm_train_bench.apply.precision import autocast
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
 from llm_train_bench.estimate.predict import EstimateFlags, make_estimate
-from llm_train_bench.estimate.trainers import executed_by, find_trainer
 from llm_train_bench.formulas import memory_model, speed_model, step_events
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_weights
 from llm_train_bench.formulas.flops import step_flops_per_token
@@ -31,14 +29,11 @@ from llm_train_bench.formulas.memory_model import block_activations, estimate_me
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.step_events import Clock, lay_out
-from llm_train_bench.formulas.work import Trainer
 from llm_train_bench.model.block_attention import InBlocks
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.config import load_config, parse_config
 from llm_train_bench.model.init import materialize
-from llm_train_bench.model.layers import apply_rope
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel.ranks import Ranks
 from llm_train_bench.run import launch
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, Script, defaults
@@ -247,11 +242,6 @@ def memory(flags="", model="llama-3.1-8b", shards=8):
     return estimate_memory(work_of(text, "train_fsdp.py" if shards else "train.py", shards or 1))
 
 
-@pytest.mark.parametrize(("limit", "largest"), [(0.5, 0), (1, 1), (7.9, 7), (8, 8), (1000, 1000)])
-def test_largest_batch(limit, largest):
-    assert memory_model.largest_batch(lambda bsz: bsz, limit) == largest
-
-
 def test_rows_are_split_by_source_and_many_are_held():
     rows, held = published_rows(), published_rows("hold")
     held_files = {row["file"] for row in held}
@@ -333,15 +323,6 @@ def test_published_steps_are_met():
     assert presets < 0.1 < none
 
 
-def test_each_trainer_has_a_source_and_at_most_six_choices():
-    entries = json.loads((ROOT / "configs/trainers.json").read_text(encoding="utf-8"))["trainers"]
-    fields = {field.name for field in dataclasses.fields(Trainer)}
-    for name, entry in entries.items():
-        assert entry["source"] and len(entry["choices"]) <= 6 and entry["choices"].keys() <= fields
-        assert (find_trainer(name) == Trainer()) == (name == "ours")
-    assert {row["trainer"] for row in published_rows()} <= entries.keys()
-
-
 def test_verdicts_on_memory_are_right_in_nineteen_of_twenty():
     """Of rows and reports that had no part in choosing the margins; 6 % here, and the page says why."""
     held = [row for row in published_rows("hold") if not row.get("no_memory")]
@@ -418,19 +399,6 @@ def test_a_change_that_would_fit_is_as_its_own_estimate(argv, now, expected, out
         assert f"{memory / 2**30:,.1f} {e['tokens_per_sec_per_gpu']:,.0f}" == f"{need} {rate}"
 
 
-def test_time_of_a_pipeline_has_its_bubble():
-    """A micro batch of each other group over v: (p - 1) / (v m) of all, and sends; the last has the
-    head."""
-    text = "llama-3.1-70b.json --seq-len 4096 --bsz 1 --pp 4 --grad-acc-steps 16 --pp-virtual"
-    outside = ("pipeline bubble", "optimizer", "exposed communication")
-    for virtual in (1, 2, 4):
-        estimate = estimate_speed(work_of(f"{text} {virtual}", "train_pp.py", 32), H100)
-        bubble, *others = (estimate.parts[name] for name in outside)
-        slowest = 1 + constants().slowest_node * 2
-        rest = estimate.step_s / slowest - bubble - sum(others)
-        assert 0.9 * 3 / (virtual * 16) < bubble / rest < 1.05 * 3 / (virtual * 16)
-
-
 def communication(estimate):
     """Seconds of communication, hidden or not."""
     return estimate.parts["exposed communication"] + estimate.parts["hidden communication"]
@@ -464,13 +432,6 @@ def test_attention_is_as_fast_as_measured(T, cudnn, flash):
         assert estimated == pytest.approx(rate, rel=0.15 if T < 1024 else 0.05)
 
 
-def test_attention_on_an_a100_reaches_what_flashattention_2_did():
-    """50 to 73 % of the peak (arXiv 2307.08691, abstract), at heads of 128."""
-    gpu = find_hardware("A100 SXM 80GB")
-    for backward in (False, True):
-        assert 0.5 < attention_rate("llama-3.1-8b", 16384, "", backward, gpu) / 312 < 0.73
-
-
 def test_attentions_backward_and_what_cudnn_does_not_take():
     """Backward at 16k, heads of 128 and 64: figure 6 there (without the causal mask)."""
     for model, cudnn, flash in (("llama-3.1-8b", 516, 322), ("llama-3.2-1b", 433, 291)):
@@ -487,112 +448,6 @@ def test_attentions_backward_and_what_cudnn_does_not_take():
     assert windowed / whole == pytest.approx(3584.1 / 2048.5, rel=0.04)
 
 
-class MovedBytes(TorchDispatchMode):
-    """Bytes that element-wise kernels read and write."""
-
-    n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func._overloadpacket in (torch.ops.aten.mul, torch.ops.aten.addcmul):
-            tensors = [t for t in (*args, result) if isinstance(t, torch.Tensor)]
-            self.n += sum(t.numel() * t.element_size() for t in tensors)
-        return result
-
-
-@pytest.mark.parametrize("amp", ["bf16", "off"])
-def test_eager_rotary_embedding_moves_what_the_formula_says(amp):
-    config = load_config("configs/llama-tiny.json")
-    T, tokens = 16, 64 * 16  # many samples: the tables, which all share, are not counted
-    x = torch.ones(64, T, 4, 32, dtype=torch.bfloat16 if amp == "bf16" else torch.float32)
-    cos, sin = torch.ones(2, T, 16)
-    with torch.no_grad(), MovedBytes() as moved:
-        apply_rope(x, cos, sin)
-    rotated = config.query_size + config.kv_size
-    layers = (dataclasses.replace(config.layers[0], rope=None), *config.layers[1:])
-    plain = dataclasses.replace(config, layers=layers)
-    argv = [config.path, "--amp", amp, "--bsz", 64, "--seq-len", T]
-    rope, none = (
-        speed_model.block_bytes(plan_of(argv, config=shape).work, 0) for shape in (config, plain)
-    )
-    formula = rope - none
-    assert moved.n / x.numel() == pytest.approx(formula / (tokens * rotated), rel=0.02)
-
-
-def test_speed_moves_the_right_way():
-    """Of nine GPUs one is alone in its node, with one network card for all that goes through it."""
-
-    def rate(flags="", gpus=1, model="llama-3.1-8b", T=4096):
-        return 1 / speed(model, T, flags, gpus).step_s
-
-    filled = [rate("", gpus) for gpus in (8, 64, 512, 4096)]
-    assert filled == sorted(filled, reverse=True) and filled[1] > 0.8 * filled[0]
-    assert rate("", 9) < 0.5 * filled[0] and rate("--dp-replicate 512", 4096) > 1.05 * filled[3]
-    eager, compiled, fp8 = (rate(x) for x in ("", "--pt-compile", "--pt-compile --use-fp8"))
-    assert fp8 > compiled > eager
-    # A tiny model waits for the host, unless CUDA graphs launch for it.
-    graphs = "--pt-compile --compile-mode reduce-overhead"
-    assert rate(graphs, model="gpt2-tiny", T=256) > 2 * rate(model="gpt2-tiny", T=256)
-
-
-def test_a_gather_costs_its_whole_latency():
-    """At thousands of ranks the exposed part is at most all of it; a block is gathered at once."""
-    small = speed("gpt2-tiny", 256, world=512)
-    assert 0 < small.parts["exposed communication"] <= communication(small)
-    always, never, forward = (
-        communication(speed("llama-3.1-8b", 2048, flags, 4096))
-        for flags in ("", "--reshard-after-forward never", "--pass-type forward")
-    )
-    # Rows are padded to a multiple of the shards: 128,256 of embedding and head to 131,072.
-    root = collective_time("all_gather", 2 * 2 * 131_072 * 4096, 4096, 8, H100)
-    assert always - never == pytest.approx(forward - root, rel=0.05)
-
-
-def test_weights_gathered_in_fp8_are_half_the_bytes():
-    fp8 = "--bsz 1 --use-fp8 --fp8-recipe tensorwise"
-    plain, low = (speed("llama-3.1-8b", 4096, x, 64) for x in (fp8, f"{fp8} --fp8-all-gather"))
-    # Each parameter of a block has 2 + 2 bytes gathered and 4 reduced; FP8 saves two of these.
-    saved = 1 - communication(low) / communication(plain)
-    assert 0.18 < saved < 0.25
-    assert memory(f"{fp8} --fp8-all-gather").gathered < memory(fp8).gathered
-
-
-def test_fp32_matmuls_are_slower_than_the_device_can():
-    """Without TF32 their rate is that of fp32, which is no fixed part of BF16's."""
-    rates = {}
-    for name in ("a100", "h100", "b200", "mi300x", "l40s", "rtx 4090"):
-        gpu = find_hardware(name)
-        for flags in ("", "--tf32"):
-            work = work_of(f"gpt2-125m.json --amp off {flags}")
-            seconds = speed_model.matmul_time(work, 8192, 8192, 8192, False, gpu)
-            rates[name, bool(flags)] = 2 * 8192**3 / seconds / 1e12
-        assert 0.35 * gpu.fp32_tflops < rates[name, False] < gpu.fp32_tflops
-    assert rates["h100", True] > 4 * rates["h100", False]
-    slow, fast = (speed("gpt2-125m", 1024, f"--bsz 8 {f}") for f in ("--amp off", ""))
-    assert slow.parts["attention"] > 5 * fast.parts["attention"]
-
-
-def test_a_trainer_that_shares_the_optimizer_alone_gathers_and_reduces_once_a_step():
-    def seconds(trainer, n):
-        text = f"llama-3.1-8b.json --bsz 1 --seq-len 4096 --grad-acc-steps {n}"
-        work = executed_by(work_of(text, "train_fsdp.py", 8), find_trainer(trainer), "block")
-        return communication(estimate_speed(work, H100))
-
-    assert seconds("ours", 8) == pytest.approx(8 * seconds("ours", 1), rel=0.02)
-    assert seconds("megatron", 8) == pytest.approx(seconds("megatron", 1), rel=0.02)
-    assert seconds("megatron", 1) < 0.8 * seconds("ours", 1)
-
-
-def test_a_rack_of_gb200_is_one_domain(estimated):
-    argv = "configs/deepseek-v3-proxy.json --gpus 64 --bsz 1 --seq-len 4096 --ep 64 --gpu"
-    rack, nodes = (
-        estimated(argv, gpu)["parts_s"]["tokens between ranks"]
-        for gpu in ("gb200", "gb200 --per-node 8")
-    )
-    assert nodes > 5 * rack > 0
-    assert estimated(argv, "b200")["parts_s"]["tokens between ranks"] > 5 * rack
-
-
 def test_collectives_by_hand():
     """8 GPUs, 8 GB: 7/8 of it at 361 GB/s and 32 us of latency; on 2 nodes no faster than 8 x 45."""
     inside = collective_time("all_gather", 8e9, 8, 8, H100)
@@ -606,19 +461,6 @@ def test_collectives_by_hand():
     sent = collective_time("all_to_all", 16e3, 16, 8, H100)
     assert sent == pytest.approx(8.4e-6 + 9.6e-6 + 8e3 / 45e9)
     assert collective_time("all_to_all", 8e3, 8, 8, H100) == pytest.approx(8.4e-6 + 7e3 / 361e9)
-
-
-def test_command_line(estimated):
-    argv = f"{LLAMA} --gpu h200 --gpus 16 --bsz 2 --pt-compile --tokens 1e12 --usd-per-hour 2"
-    e = estimated(argv)
-    assert e["gpu"] == "H200 SXM" and e["parameters"] == 8_030_261_248 and e["global_batch"] == 32
-    assert e["tokens_per_sec"] == pytest.approx(32 * 4096 / e["step_s"])
-    flops_per_sec = e["tokens_per_sec_per_gpu"] * e["flops_per_token"]
-    assert e["mfu"] == pytest.approx(flops_per_sec / 989.4e12) and 0.3 < e["mfu"] < 0.7
-    assert e["days"] == pytest.approx(1e12 / e["tokens_per_sec"] / 86400)
-    assert e["usd"] == pytest.approx(2 * 16 * 24 * e["days"])
-    assert e["usd_per_million_tokens"] == pytest.approx(e["usd"] / 1e6)
-    assert e["fits"] is (e["largest_bsz"] >= 2)
 
 
 def test_largest_that_fits_is_the_edge(estimated):
@@ -721,18 +563,6 @@ def test_nothing_hides_an_exchange_on_a_cpu(script):
     assert timeline(work, cpu)[1] == pytest.approx(estimate.step_s, rel=0.03)
 
 
-def test_limits_of_memory_and_network(estimated):
-    argv = f"{LLAMA} --gpu h100 --gpus 16 --bsz 2"
-    fast, slow = (estimated(argv, flags) for flags in ("", "--limit nic=25 memory=78"))
-    assert slow["memory_limit"] == 78 * 2**30
-    # Half the network's rate: about twice the time, hidden or not.
-    times = [
-        e["parts_s"]["hidden communication"] + e["parts_s"]["exposed communication"]
-        for e in (fast, slow)
-    ]
-    assert 1.8 < times[1] / times[0] < 2.0
-
-
 def test_what_other_trainers_keep(estimated):
     """Bytes a parameter by hand: 4 + 4 + 8; in bf16 2 + 2 + 4, with copies for the optimizer 2 + 2 +
     12."""
@@ -810,18 +640,10 @@ def test_the_estimate_warns_of_too_little_memory():
     assert "memory may not suffice: this needs an estimated 8" in note
 
 
-def test_ranks_of_a_cpu_share_half_of_its_memory(monkeypatch):
-    monkeypatch.setattr(launch, "memory_gib", lambda device: 24.0)
-    free = functools.partial(launch.free_gib, torch.device("cpu"), Ranks(0, 4, 0))
-    assert free() == 3.0 and launch.free_gib(torch.device("cuda"), Ranks(0, 4, 0)) == 24.0
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert free() == 6.0
-
-
 def test_a_run_that_may_not_fit_starts_with_a_warning(tmp_path, monkeypatch):
     """On a GPU, which is invented here: 0.1 GiB of it."""
     monkeypatch.setattr(launch, "platform_of", lambda device: "nvidia")
-    monkeypatch.setattr(launch, "free_gib", lambda device, ranks: 0.1)
+    monkeypatch.setattr(launch, "share_of_memory_gib", lambda device, ranks: 0.1)
     run = trained(tmp_path, RUN, "--bsz 2 --warmup-seconds 0")
     (note,) = (text for text in remark_texts(run) if "memory may not suffice" in text)
     assert "the GPU has 0.1; --bsz auto finds" in note
@@ -850,7 +672,7 @@ def test_bsz_auto_is_the_largest_that_leaves_a_tenth():
 
 
 def test_bsz_auto_runs_on_a_cpu_and_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "free_gib", lambda device, ranks: 0.05)
+    monkeypatch.setattr(launch, "share_of_memory_gib", lambda device, ranks: 0.05)
     result = trained(tmp_path, RUN, "--bsz auto")
     assert result["args"]["bsz"] == result["batch"]["micro_batch"] > 4
     assert any("--bsz auto" in note for note in remark_texts(result))

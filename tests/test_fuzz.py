@@ -40,6 +40,7 @@ def test_any_spoilt_file(kind):
     check()
 
 
+NASTY = f"=1+1{fuzz.ESCAPE}[/y]<script>|"
 FOUND = [
     ("hardware", {"devices": [{"name": "x" * 5000}]}),
     ("again", {"schema_version": 1, "args": {"config": "c.json"}, "entrypoint": ["x"] * 999}),
@@ -48,6 +49,16 @@ FOUND = [
     ("compare:lines", [{"step": i, "tps": 8.0, "loss": math.nan} for i in range(3)]),
     ("gate:result", {"environment": {"image": {"name": 7}, "libraries": [1]}}),
     ("gate:result", {"device": {"count": 0}}),
+    (
+        "compare:result",
+        {
+            "run_name": NASTY,
+            "args": {"optimizer": NASTY, NASTY: 1},
+            "device": {"hardware": f"@{NASTY}"},
+            "environment": {"libraries": {NASTY: NASTY}},
+        },
+    ),
+    ("estimate:calibrate", {"run_name": NASTY}),
     ("trace:run", {"profile": {"matmul_flops": "x", "matmul_tflops": 1}}),
     ("trace:file", {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 5, "dur": 0}]}),
     ("sweep:rows", [{"key": "k", "model": "m", "axes": {}, "status": "failed", "script": []}]),
@@ -58,7 +69,7 @@ FOUND = [
 @pytest.mark.parametrize(("kind", "content"), FOUND, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_the_fuzzer_found(kind, content):
     rights = fuzz.kinds()[kind][1]
-    if kind in ("gate:result", "trace:run"):
+    if kind in ("gate:result", "trace:run", "compare:result", "estimate:calibrate"):
         whole = json.loads(rights[0])
         content = {k: whole[k] | v if isinstance(whole[k], dict) else v for k, v in content.items()}
         content = whole | content

@@ -1,5 +1,6 @@
 """Peaks: known devices by their whole name, unknown ones not at all."""
 
+import functools
 import io
 import itertools
 import json
@@ -24,7 +25,7 @@ from llm_train_bench.measure import device
 from llm_train_bench.measure.matmul_rate import device_tflops
 from llm_train_bench.parallel.ranks import Ranks
 from llm_train_bench.results.schema import Result
-from llm_train_bench.run import launch, window
+from llm_train_bench.run import measured_window
 from tests import fuzz
 from tests.helpers import answers, cases, changed, remark_texts, trained
 
@@ -132,11 +133,14 @@ def test_ranks_share_a_gpu_only_where_asked(monkeypatch):
         device.pick_device("cuda", 2)
     monkeypatch.setenv(device.SHARE_GPU, "1")
     assert device.pick_device("cuda", 5) == torch.device("cuda", 1)
-    monkeypatch.setattr(launch, "memory_gib", lambda _: 80.0)
-    ranks = Ranks(5, 6, 5)
-    assert launch.free_gib(torch.device("cuda", 1), ranks) == pytest.approx(80 / 3)
+    monkeypatch.setattr(device, "memory_gib", lambda _: 80.0)
+    share = functools.partial(device.share_of_memory_gib, torch.device("cuda", 1), 6)
+    assert share() == pytest.approx(80 / 3)
     monkeypatch.delenv(device.SHARE_GPU)
-    assert launch.free_gib(torch.device("cuda", 1), ranks) == 80  # of another machine
+    assert share() == 80  # of another machine
+    assert device.share_of_memory_gib(torch.device("cpu"), 4) == 10.0  # half of all is for ranks
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Ranks(0, 4, 0).here == 2
 
 
 def test_a_result_of_ranks_that_share_a_gpu_is_marked(monkeypatch, tmp_path):
@@ -144,7 +148,7 @@ def test_a_result_of_ranks_that_share_a_gpu_is_marked(monkeypatch, tmp_path):
     for uuids, shared in (("GPU-1", "GPU-1"), True), (("GPU-1", "GPU-2"), False):
         hosts = [("box", pid, uuid) for pid, uuid in enumerate(uuids)]
         told = lambda _, x, hosts=hosts: hosts if isinstance(x, tuple) else [x]  # noqa: E731
-        monkeypatch.setattr(window, "gather", told)
+        monkeypatch.setattr(measured_window, "gather", told)
         flags = "--device cpu --bsz 1 --seq-len 8 --n-steps 1 --warmup-steps 1 --warmup-seconds 0"
         r = trained(tmp_path / uuids[1], "gpt2-tiny --no-tensorboard", flags)
         assert ("ranks share a GPU" in Result.model_validate(r).invalid) == shared

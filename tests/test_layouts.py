@@ -97,27 +97,6 @@ def test_experts_are_sharded_whole_unless_ranks_outnumber_them():
     assert sharded_dimension((8, 48), 16) == sharded_dimension((8,), 16) == 0  # biases
 
 
-def test_experts_are_computed_as_by_a_plain_loop():
-    """Outputs and gradients of the grouped matmul, with an expert that gets no row."""
-    torch.manual_seed(0)
-    stacked = experts.Stacked(4, 16, 8, bias=True)
-    torch.nn.init.normal_(stacked.weight)
-    torch.nn.init.normal_(stacked.bias)
-    rows, counts = torch.randn(9, 16, requires_grad=True), torch.tensor([3, 0, 5, 1])
-    results = []
-
-    def plain(rows, counts):
-        parts = zip(rows.split(counts.tolist()), stacked.weight, stacked.bias, strict=True)
-        return torch.cat([torch.nn.functional.linear(*part) for part in parts])
-
-    for forward in (stacked.forward, plain):
-        y = forward(rows, counts)
-        grads = torch.autograd.grad(y.square().sum(), [rows, stacked.weight, stacked.bias])
-        results.append([y, *grads])
-    for grouped, expected in zip(*results, strict=True):
-        torch.testing.assert_close(grouped, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_balanced_routing_gives_every_expert_as_many_rows():
     shape = config("qwen3_moe", mlp_only_layers=[])
     torch.manual_seed(0)

@@ -538,24 +538,6 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
     assert [n.split()[0] for n in notes] == (["2"] if refused else [])
 
 
-def test_numerics_gate_in_small(tmp_path, monkeypatch):
-    """In this process, on our documentation; so small because many CPUs have no fast bf16."""
-    prepare = numerics.prepare_data.main
-    monkeypatch.setattr(numerics.prepare_data, "main", lambda argv: prepare(["docs", *argv[1:]]))
-    here = lambda *argv, out, script: trained(out, [*argv])  # noqa: E731
-    monkeypatch.setattr(numerics, "run_train_apart", here)
-    small = dict(n_embd=32, n_layer=1, n_head=2, vocab_size=256, n_positions=128)
-    path = helpers.write_config(tmp_path, FAMILIES["gpt2"] | small)
-    options = ["--steps", "24", "--settings", "bf16,fp8 tensorwise"]
-    assert numerics.main(["--config", path, "--output-dir", str(tmp_path), *options]) == 0
-    (path,) = tmp_path.glob("numerics-*.json")
-    content = json.loads(path.read_text())
-    assert set(content["verdicts"]) == {"fp32", "bf16", "fp8 tensorwise"}
-    fp8, bf16 = (content["verdicts"][name]["early"] for name in ("fp8 tensorwise", "bf16"))
-    assert fp8 != bf16 > 0
-    assert content["losses"]["fp32"][-1] < content["losses"]["fp32"][0] - 0.5
-
-
 def test_numerics_gate_catches_what_learns_otherwise():
     reference = np.linspace(5, 2, 200)
     wrong = reference * np.linspace(1, 1.03, 200)

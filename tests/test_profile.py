@@ -173,7 +173,6 @@ def test_the_nsys_range_holds_the_steps_asked_for(monkeypatch):
     """On a CPU, with a recorder in place of CUDA's profiler and NVTX."""
     calls = []
     monkeypatch.setattr(profiling, "_profiler_api", lambda start: calls.append(start))
-    monkeypatch.setattr(profiling, "start_together", lambda run: calls.append("go on"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
     draw = lambda name: contextlib.nullcontext(calls.append(name))  # noqa: E731
@@ -182,7 +181,8 @@ def test_the_nsys_range_holds_the_steps_asked_for(monkeypatch):
     plan, cpu = plan_of(argv, "train_ddp.py", 2), torch.device("cpu")
     run = types.SimpleNamespace(
         plan=plan, device=cpu, ranks=ALONE, scaler=None, fp8=Fp8(),
-        log=StepLog(cpu, 8, []), begin_micro_step=lambda step: None,
+        log=StepLog(cpu, 8, []), begin_micro_step=lambda step: None, schedule=plan.schedule,
+        start_together=lambda: calls.append("go on"),
     )  # fmt: skip
     model = Transformer(plan.work.config, 8)
     ids = torch.ones(1, 8, dtype=torch.int64)

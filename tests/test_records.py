@@ -286,7 +286,8 @@ def plan_figures(argv: list[str]) -> Any:
     fp8 = mock.Mock(recipe=work.fp8.recipe, emulated=False) if work.fp8 else None
     on_h100 = mock.Mock(fp8=fp8, device=mock.Mock(roof_bf16_tflops=700.0, roof_fp8_tflops=1200.0))
     matmul_flops, ideal_s = matmul_work(on_h100, work)
-    begun = open_result(plan, torch.device("cpu"), None, None, "r", "", [Attempt()])
+    start = mock.Mock(directory=Path("r"), run_id="", attempts=[Attempt()])
+    begun = open_result(plan, plan.schedule, torch.device("cpu"), None, None, start)
     return {
         "n": count_parameters(work.config), "palm": flops[0], "causal": flops[1],
         "matmul": matmul_flops, "ideal_s": ideal_s, "batch": work.batch, "schedule": plan.schedule,

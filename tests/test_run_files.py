@@ -402,27 +402,6 @@ def test_what_else_is_in_a_file_stays(tmp_path, monkeypatch, refused):
     assert (path.read_text(), notes.read_text()) == (before, "my notes")
 
 
-def test_a_round_trip_over_two_images_and_two_versions(tmp_path, monkeypatch, output_of):
-    """Saved with one image and version; another image, a flag more and one less, are held against it."""
-    base = tmp_path / "base.json"
-    monkeypatch.setitem(flags.REMOVED, "old_way", False)
-    runs = [trial(tmp_path, f"old{i}", args__old_way=False, environment__cuda="13.0",
-                  metrics__goodput=i / 8) for i in range(3)]  # fmt: skip
-    assert compare.main(words(runs, "--save", base)) == 0
-    # These "runs" are copies of one.
-    assert "twice" in output_of(check.main, "--verify", base, code=1)
-    new = [trial(tmp_path, f"new{i}", args__pp_layers=[], environment__cuda="13.1",
-                 environment__settings={"CUDA_VERSION": "13.1.2"})
-           for i in range(3)]  # fmt: skip
-    printed = output_of(compare.main, new, "--baseline", base)
-    assert printed.startswith("ok H200 SXM x 1: gpt2-125m, train.py, T 1024, bsz 128")
-    # Side by side they are rows of their own, named by what differs.
-    printed = output_of(compare.main, new[0], base)
-    assert "cuda 13.0" in printed and "cuda 13.1, CUDA-VERSION 13.1.2" in printed
-    assert compare.main(words(new, "--save", base)) == 0
-    assert len(json.loads(base.read_text())["settings"]) == 1
-
-
 def test_copies_of_runs_do_not_count_again(tmp_path, output_of):
     """Two copies of a file; and one of the baseline, among slower runs."""
     base, runs = tmp_path / "base.json", tmp_path / "runs"
@@ -452,19 +431,3 @@ def test_a_file_among_the_runs_is_not_saved_into_itself(tmp_path, refused):
     [entry] = json.loads(path.read_text())["settings"]
     assert [run["result"]["metrics"]["goodput"] for run in entry["runs"]] == [0.25]
     refused(compare.main, f"no file of runs besides {path}", path, "--save", path)
-
-
-def test_a_real_run_is_saved_compared_judged_and_verified(tmp_path, capsys):
-    flags_of_it = "--from configs/workloads/v1/gpt2-tiny-fp32.yaml --n-steps 6 --warmup-steps 2"
-    helpers.trained(tmp_path / "runs", words(flags_of_it), "--run-name here")
-    path = tmp_path / "saved.json"
-    code = compare.main(words(tmp_path / "runs", "--save", path))
-    said = capsys.readouterr().out
-    assert code == (5 if "left out" in said else 0)
-    if code == 0:
-        assert check.main(["--verify", str(path)]) == 0
-        printed = capsys.readouterr().out
-        assert "losses and gradient norms of steps 0 to 4 of gpt2-tiny" in printed
-        assert compare.main(words(path, tmp_path / "runs")) == 0
-        rows = [line for line in capsys.readouterr().out.splitlines() if "reference" in line]
-        assert len(rows) == 1 and rows[0].split("|")[2].strip() == "1"  # one run, not two
