@@ -27,6 +27,7 @@ from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Block, Transformer
+from llm_train_bench.results.figures import describe_fp8
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests import helpers, te_standin
@@ -173,9 +174,10 @@ def fp8_model(recipe: str, values: dict):
     argv = ["x.json", "--bsz", 1, "--seq-len", 64, *EMULATED, "--fp8-recipe", recipe]
     with torch.device("meta"):
         model = Transformer(shape, 64)
-    fp8 = apply_linear_layers(model, plan_of(argv, platform="cpu", config=shape).work, CPU)
+    work = plan_of(argv, platform="cpu", config=shape).work
+    fp8 = apply_linear_layers(model, work, CPU)
     materialize(model, CPU, seed=0)
-    return model, fp8
+    return model, describe_fp8(work.fp8, shape, fp8.version)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -184,19 +186,19 @@ def test_fp8_rounds_the_blocks_and_nothing_else(recipe):
     shape = parse_config(values, "x.json")
     plain = Transformer(shape, 64)
     materialize(plain, CPU, seed=0)
-    model, fp8 = fp8_model(recipe, values)
+    model, info = fp8_model(recipe, values)
     torch.testing.assert_close(dict(model.weights()), dict(plain.weights()), rtol=0, atol=0)
     ids = torch.arange(64)[None] % shape.vocab_size
     with torch.autocast("cpu", torch.bfloat16):
         exact, rounded = plain(ids), model(ids)
     assert 1e-3 < ((rounded - exact).norm() / exact.norm()).item() < 0.2
-    assert str(model).count("Float8Linear(") == fp8.info.n_linear_layers == 3
+    assert str(model).count("Float8Linear(") == info.n_linear_layers == 3
     # Layers that do not fit stay and are named.
-    assert fp8.info.high_precision["head"] == "always"
-    assert fp8.info.high_precision["blocks.*.attn.qkv"] == f"48 x 120 {ODD}"
-    assert fp8.info.high_precision["blocks.*.mlp.down"] == f"88 x 48 {ODD}"
-    assert "blocks.*.mlp.gate_up" not in fp8.info.high_precision
-    assert fp8.info.n_parameters == 3 * 176 * 48
+    assert info.high_precision["head"] == "always"
+    assert info.high_precision["blocks.*.attn.qkv"] == f"48 x 120 {ODD}"
+    assert info.high_precision["blocks.*.mlp.down"] == f"88 x 48 {ODD}"
+    assert "blocks.*.mlp.gate_up" not in info.high_precision
+    assert info.n_parameters == 3 * 176 * 48
 
 
 def test_each_recipe_is_its_own():

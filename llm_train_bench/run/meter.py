@@ -69,9 +69,9 @@ class MeterStep:
 
 
 class _LoopRecord(RunRecord):
-    def __init__(self, result: Result, fill: Callable[[], None], *facts: Any):
+    def __init__(self, result: Result, palm: float | None, fill: Callable[[], None], *facts: Any):
         super().__init__(*facts)
-        self.result, self.fill_in = result, fill
+        self.result, self.flops_per_token, self.fill_in = result, palm, fill
         self.directory = Path(self.output.output_dir).absolute() / result.run_name
 
     def fill(self, error: BaseException | None) -> None:
@@ -162,7 +162,7 @@ class Meter:
         self._lengths = {seq_len} if seq_len else set[int]()
         self._trace = contextlib.ExitStack()
         palm = self._flops_of(seq_len)
-        self._record = _LoopRecord(result, self._fill, device, ranks, flags, self._window_end, palm)
+        self._record = _LoopRecord(result, palm, self._fill, device, ranks, flags, self._window_end)
 
     @property
     def result(self) -> Result:

@@ -40,22 +40,15 @@ class RunRecord:
 
     result: Result
     directory: Path
+    flops_per_token: float | None = None
+    """In the palm convention, for the screen and TensorBoard."""
     compiles = False
     """Whether to keep each step's seconds of compilation."""
     cuda_graphs = False
     allocator_history = False
 
-    def __init__(
-        self,
-        device: torch.device,
-        ranks: Ranks,
-        output: OutputFlags,
-        n_steps: int,
-        flops_per_token: float | None,
-    ):
-        """`flops_per_token` (palm) is for the screen and TensorBoard."""
-        self.device, self.ranks, self.output = device, ranks, output
-        self.n_steps, self.flops_per_token = n_steps, flops_per_token
+    def __init__(self, device: torch.device, ranks: Ranks, output: OutputFlags, n_steps: int):
+        self.device, self.ranks, self.output, self.n_steps = device, ranks, output, n_steps
 
     def __enter__(self) -> Self:
         self.file: ResultFile | None = None

@@ -17,7 +17,7 @@ from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.model.operators import forget_paths
 from llm_train_bench.parallel.ranks import Ranks, broken_group, tell_launcher
 from llm_train_bench.results.console import print_header, say
-from llm_train_bench.results.figures import fill_flop_metrics
+from llm_train_bench.results.figures import describe_fp8, fill_flop_metrics
 from llm_train_bench.results.goodput import fill_goodput
 from llm_train_bench.results.result_files import read_steps
 from llm_train_bench.run.checkpoint import attempt
@@ -35,9 +35,8 @@ class Run(RunRecord):
     def __init__(
         self, plan: Plan, device: torch.device, ranks: Ranks, fp8: Fp8, attention_kernel: str | None
     ):
-        work, steps = plan.work, plan.schedule.total
-        flops = step_flops_per_token(work, causal=False)
-        super().__init__(device, ranks, plan.args, steps, flops)
+        super().__init__(device, ranks, plan.args, plan.schedule.total)
+        work = plan.work
         self.plan, self.fp8, self.attention_kernel = plan, fp8, attention_kernel
         self.compiles, self.cuda_graphs = work.compiled, work.cuda_graphs
         self.allocator_history = plan.args.memory_snapshot
@@ -50,9 +49,11 @@ class Run(RunRecord):
         forget_paths()
         self.start = attempt.resolve_start(self.plan, self.ranks)
         self.schedule = dataclasses.replace(self.plan.schedule, start=self.start.first_step)
-        self.directory = self.start.directory
+        self.directory, work = self.start.directory, self.plan.work
+        self.flops_per_token = step_flops_per_token(work, causal=False)
+        fp8 = describe_fp8(work.fp8, work.config, self.fp8.version or "") if work.fp8 else None
         self.result = open_result(
-            self.plan, self.schedule, self.device, self.fp8.info, self.attention_kernel, self.start
+            self.plan, self.schedule, self.device, fp8, self.attention_kernel, self.start
         )
         for note in self.start.notes:
             self.result.remark(note)
@@ -63,7 +64,7 @@ class Run(RunRecord):
         if self.ranks.world > 1:
             self.hang = HangWatch(self._end_hanging, broken_group)
         if self.file and not self.output.quiet:
-            print_header(self.result, self.plan.work)
+            print_header(self.result, work)
             if self.start.checkpoint:
                 path, before = self.start.checkpoint
                 say(f"goes on from step {before.step} of {before.result.run_name}: {path}")

@@ -5,14 +5,12 @@ import contextlib
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llm_train_bench.results.schema import Fp8Info
-
 
 class Fp8:
     """A run without FP8; the libraries' classes override what they do otherwise."""
 
-    def __init__(self, info: Fp8Info | None = None):
-        self.info = info
+    version: str | None = None
+    """That of the library that runs layers in FP8."""
 
     def forward(self, micro: int) -> contextlib.AbstractContextManager:
         """The context of the forward pass of a step's n-th micro batch."""

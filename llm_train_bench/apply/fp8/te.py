@@ -23,8 +23,6 @@ from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import Weight
-from llm_train_bench.results.figures import describe_fp8
-from llm_train_bench.results.schema import Fp8Info
 from llm_train_bench.settings.plan import TE_MODULES
 
 RECIPES = {
@@ -47,7 +45,7 @@ class TransformerEngineFp8(Fp8):
 
     te: types.ModuleType
     recipe: Any
-    info: Fp8Info | None
+    version: str | None
     first: bool = True
     """Whether the micro batch about to run is its step's first."""
 
@@ -81,7 +79,7 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
     library.quantization.FP8GlobalStateManager.reset()
     recipe = make_recipe(library, fp8.recipe)
     excluded = {name for name in TE_MODULES if not any(x.startswith(name) for x in fp8.layers)}
-    hooks = TransformerEngineFp8(library, recipe, describe_fp8(fp8, work.config, version()))
+    hooks = TransformerEngineFp8(library, recipe, version())
     for module in convert(model, library, excluded):
         if work.batch.grad_acc_steps > 1:  # sharded modules ignore it
             module.forward = hooks.cached(module.forward)

@@ -18,7 +18,6 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.layout import HasWeights, Layout
 from llm_train_bench.model.products import ProductLinear, Products, replace_linear
 from llm_train_bench.model.shapes import present
-from llm_train_bench.results.figures import describe_fp8
 
 # The oldest with the functions of torchao.prototype.moe_training that are used here.
 PROTOTYPES = "0.18"
@@ -29,9 +28,12 @@ GROUP_ROWS = 16
 class TorchaoFp8(Fp8):
     """torchao's FP8 matmuls."""
 
+    def __init__(self, version: str, all_gather: bool):
+        self.version, self.all_gather = version, all_gather
+
     def after_step(self, model: nn.Module) -> None:
         """The scales of the weights that the next step gathers in FP8, all at once."""
-        if self.info and self.info.all_gather:
+        if self.all_gather:
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
             precompute_float8_dynamic_scale_for_fsdp(model)
@@ -140,7 +142,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
                 ),
                 module_filter_fn=lambda module, name: name in linear,  # noqa: B023
             )
-    return TorchaoFp8(describe_fp8(fp8, work.config, torchao.__version__))
+    return TorchaoFp8(torchao.__version__, fp8.all_gather)
 
 
 def grouped_product(emulated: bool, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
