@@ -69,7 +69,7 @@ class Router(nn.Linear):
 
 def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -> Tensor:
     """(B x t, k) experts of this rank's tokens, dealt out one after the other over all B x T."""
-    positions = torch.arange(T, device=device)[layout.places(T, device).own]
+    positions = torch.arange(T, device=device)[layout.positions(T, device).local]
     tokens = (torch.arange(B, device=device)[:, None] * T + positions).flatten()
     return (tokens[:, None] * e.per_token + torch.arange(e.per_token, device=device)) % e.number
 
@@ -244,11 +244,11 @@ class MixtureOfExperts(nn.Module):
             if self.training:  # validation moves no correction
                 self.load.add(counts)
         self.replay.add(index, plan)
-        return self.layout.send(tokens, index, weights, plan), plan
+        return self.layout.dispatch(tokens, index, weights, plan), plan
 
     def combine(self, sent: Any, plan: Any) -> Tensor:
         """What `dispatch` sent to the weighted sums (N, d) of their experts' outputs."""
-        return self.layout.experts(self.experts, sent, plan)
+        return self.layout.run_experts(self.experts, sent, plan)
 
     def scale_balance_loss(self, factor: Tensor | float) -> None:
         """Set what the backward of the model's own loss is multiplied by."""

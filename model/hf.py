@@ -222,7 +222,7 @@ def hf_tensors_of(model: HasWeights, write: bool) -> Iterator[tuple[str, Tensor]
     All ranks iterate.
     """
     parts = ((w, p.detach()) for w, p in model.weights() if not model.lora or w.of_adapter)
-    for weight, value in model.layout.wholes(parts):
+    for weight, value in model.layout.gather_parameters(parts):
         if write:
             yield from to_hf(weight, value)
 

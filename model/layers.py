@@ -291,10 +291,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); `rope` is the tables for T positions."""
         groups = self.n_kv_heads, sum(self.heads), -1
-        qkv = self.layout.columns(self.qkv, x).unflatten(-1, groups)
+        qkv = self.layout.column_parallel(self.qkv, x).unflatten(-1, groups)
         q, k, v, *gate = qkv.split(self.heads, dim=3)  # (B, T, K, heads of a group, D)
         whole = self.config.whole_qk_norm
-        q, k = self.normed(q, k) if whole else (self.q_norm(q), self.k_norm(k))
+        q, k = self.norm_over_all_heads(q, k) if whole else (self.q_norm(q), self.k_norm(k))
         if rope is not None:
             q, k = apply_rope(q, rope.cos, rope.sin), apply_rope(k, rope.cos, rope.sin)
         q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
@@ -303,9 +303,9 @@ class Attention(nn.Module):
         y = self.layout.attend(self.attend, q, k, v, mask)
         if gate:
             y = y * torch.sigmoid(gate[0]).flatten(2, 3)
-        return self.layout.reduce(self.out, y.flatten(2))
+        return self.layout.row_parallel(self.out, y.flatten(2))
 
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_over_all_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, T, ..., D) after norms that span the heads of all ranks."""
         norms: Any = self.q_norm, self.k_norm
         rows = [x.flatten(2) for x in (q, k)]
@@ -357,7 +357,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d), as Attention."""
-        m, columns = self.sizes, self.layout.columns
+        m, columns = self.sizes, self.layout.column_parallel
         if m.q_rank is None:
             q = columns(self.q, x)
         else:
@@ -373,7 +373,7 @@ class LatentAttention(nn.Module):
         q = rope.scaled(torch.cat((q, q_rope), dim=-1))
         k = torch.cat((k, k_rope.expand(-1, -1, k.shape[2], -1)), dim=-1)
         y = self.layout.attend(self.attend, q, k, v, mask)
-        return self.layout.reduce(self.out, y.flatten(2))
+        return self.layout.row_parallel(self.out, y.flatten(2))
 
     attend = Attention.attend
 
@@ -431,7 +431,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return self.layout.reduce(self.down, self.activation(self.layout.columns(self.up, x)))
-        both = self.layout.columns(self.gate_up, x).unflatten(-1, (self.groups, 2, -1))
+            return self.layout.row_parallel(
+                self.down, self.activation(self.layout.column_parallel(self.up, x))
+            )
+        both = self.layout.column_parallel(self.gate_up, x).unflatten(-1, (self.groups, 2, -1))
         gate, up = both.unbind(-2)
-        return self.layout.reduce(self.down, (self.activation(gate) * up).flatten(-2))
+        return self.layout.row_parallel(self.down, (self.activation(gate) * up).flatten(-2))

@@ -17,6 +17,8 @@ from llm_train_bench.model.weights import Lora, Weight
 
 # Queries (B, T, H, D), keys and values (B, S, K, D), a mask and the first head's number to (B, T, H, D).
 Attend = Callable[..., Tensor]
+# A parameter, or what belongs to it.
+Row = tuple[Weight, Tensor]
 
 
 class Documents:
@@ -30,22 +32,22 @@ class Documents:
         self.starts, self.weight = starts, weight
         """`weight` is a step's positions over its labels that are not masked."""
 
-    def places(self, device: torch.device) -> Tensor:
+    def positions(self, device: torch.device) -> Tensor:
         """(B, T) positions within the documents."""
         places = torch.arange(self.starts.shape[1]) - self.starts
         return places.to(device, non_blocking=True)
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """Positions of a sample that a rank has: their int64 numbers, or a slice."""
 
-    own: Tensor | slice
+    local: Tensor | slice
     """(t,) of the residual stream."""
     gathered: Tensor | slice
     """(T / cp,) after `Layout.gather`."""
-    queries: Tensor | None = None
+    host_queries: Tensor | None = None
     """The same on the host, where they meet keys that all cp ranks gather."""
-    order: Tensor | None = None
+    key_order: Tensor | None = None
     """(T,) where each position lies among those keys."""
 
 
@@ -88,19 +90,21 @@ class Layout:
     tp = cp = ep = pp = 1
     tp_rank = cp_rank = ep_rank = pp_rank = 0
 
-    def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
+    def positions(
+        self, T: int, device: torch.device, documents: Documents | None = None
+    ) -> Positions:
         """The positions that this rank has, of samples of T tokens."""
-        return Places(slice(T), slice(T))
+        return Positions(slice(T), slice(T))
 
     def gather(self, x: Tensor) -> Tensor:
         """(B, t, d) own tokens to the (B, T / cp, d) of the ranks that share heads."""
         return x
 
-    def columns(self, linear: nn.Linear, x: Tensor) -> Tensor:
+    def column_parallel(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """A linear layer of which each rank has some rows, of `gather(x)`."""
         return linear(x)
 
-    def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
+    def row_parallel(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """The inverse, after a linear layer of which each rank has some columns: the sum's own tokens."""
         return linear(x)
 
@@ -112,27 +116,27 @@ class Layout:
         """What `send` and `experts` need, of the choice (N, k) of experts and how often each occurs."""
         return counts
 
-    def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
+    def dispatch(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         """(N, d) tokens on their way to the experts chosen for them; only `experts` may read them."""
         order = index.flatten().argsort(stable=True)  # by expert, then by token
         places = inverse(order)
         return Permute.apply(tokens, order, places, index.shape[1]), order, places, weights
 
-    def experts(self, experts: nn.Module, sent: Any, plan: Any) -> Tensor:
+    def run_experts(self, experts: nn.Module, sent: Any, plan: Any) -> Tensor:
         """The weighted sums (N, d) of `experts(rows, counts)` of what was sent, wherever they are."""
         rows, order, places, weights = sent
         out = Permute.apply(experts(rows, plan), places, order, 1)
         out = out.unflatten(0, weights.shape) * weights[..., None]
         return out.sum(dim=1, dtype=out.dtype)  # or CUDA's autocast would sum to fp32
 
-    def whole(self, weight: Weight, tensor: Tensor) -> Tensor:
+    def gather_parameter(self, weight: Weight, tensor: Tensor) -> Tensor:
         """A parameter, or its gradient, whole; all ranks call this."""
         return tensor
 
-    def wholes(self, parts: Iterable[tuple[Weight, Tensor]]) -> Iterator[tuple[Weight, Tensor]]:
+    def gather_parameters(self, parts: Iterable[Row]) -> Iterator[Row]:
         """All parameters of the model, or their gradients, whole; `parts` are this rank's."""
         for weight, tensor in parts:
-            yield weight, self.whole(weight, tensor)
+            yield weight, self.gather_parameter(weight, tensor)
 
     def gradients(self, model: "HasWeights") -> Any:
         """What completes and measures the gradients of several ranks (parallel/layout.py), or None."""

@@ -36,7 +36,7 @@ class Seen(NamedTuple):
     """(B, S) int64 on the host: where each position's document begins."""
     positions: Tensor | None = None
     """(t,) int64 on the host: the queries' positions among the keys, if these are more."""
-    order: Tensor | None = None
+    key_order: Tensor | None = None
     """(S,) int64: where each position lies among the keys as cp ranks gather them."""
 
 

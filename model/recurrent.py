@@ -180,10 +180,10 @@ class GatedNorm(nn.Module):
         wide, gate = x.float(), F.silu(gate.float())
         wide = wide * gate if self.gate_first else wide
         groups = wide.unflatten(-1, (-1, self.group))
-        normed = F.rms_norm(groups, (self.group,), None, self.eps).to(x.dtype)
-        normed = normed.flatten(-2).unflatten(-1, (-1, len(self.weight))) * self.weight.to(x.dtype)
-        normed = normed.flatten(-2)
-        return normed if self.gate_first else (normed * gate).to(x.dtype)
+        y = F.rms_norm(groups, (self.group,), None, self.eps).to(x.dtype)
+        y = y.flatten(-2).unflatten(-1, (-1, len(self.weight))) * self.weight.to(x.dtype)
+        y = y.flatten(-2)
+        return y if self.gate_first else (y * gate).to(x.dtype)
 
 
 class RecurrentMixer(nn.Module):
@@ -211,14 +211,14 @@ class RecurrentMixer(nn.Module):
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); a `mask` has the starts of documents on x's device."""
         r = self.options
-        rows = self.layout.columns(self.project, x).unflatten(-1, (self.groups, -1))
+        rows = self.layout.column_parallel(self.project, x).unflatten(-1, (self.groups, -1))
         q, k, v, z, *gates = rows.split(self.sizes, dim=-1)  # (B, T, G, rows of a group)
         if (repeats := self.layout.cp // self.groups) > 1:  # so that each cp rank has a group
             q, k = (each.repeat_interleave(repeats, 2) for each in (q, k))
         v = torch.cat((v.unflatten(-1, (-1, r.head_dim)), torch.stack(gates, dim=-1)), dim=-1)
         y = self.layout.attend(self.mix, q, k, v.flatten(2, 3), mask)
         y = self.gated_norm(y.flatten(2), z.flatten(2))
-        return self.layout.reduce(self.out, y)
+        return self.layout.row_parallel(self.out, y)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int) -> Tensor:
         """(B, T, G, N) queries and keys, (B, T, H, P + gates) values to (B, T, H, P).

@@ -28,7 +28,7 @@ from llm_train_bench.model.layers import (
     block_mask,
     rope_tables,
 )
-from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
+from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Positions
 from llm_train_bench.model.loss import LinearCrossEntropy, VocabShard, matmul_transposed
 from llm_train_bench.model.onednn import onednn_linear, product
 from llm_train_bench.model.options import USUAL_OPTIONS, ModelOptions
@@ -171,7 +171,7 @@ class Transformer(HasWeights):
         self.table |= {weight.name: weight for weight in lora.weights}
 
     def replace_rows(self, row_of: Callable[[str], Weight]) -> None:
-        """Note the rows of all parameters anew, by their names, after modules were exchanged."""
+        """Note the rows of all parameters anew, by their names, after modules were swap_with_stage."""
         self.table = {name: row_of(name) for name, _ in self.named_parameters()}
 
     def weights(self) -> Iterator[tuple[Weight, nn.Parameter]]:
@@ -191,13 +191,13 @@ class Transformer(HasWeights):
         """
         layout, x = self.layout, tokens
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
-        places = layout.places(T, x.device, documents)
-        own, positions, starts = places.own, places.gathered, None
+        held = layout.positions(T, x.device, documents)
+        own, positions, starts = held.local, held.gathered, None
         if documents is not None:
-            inside, starts = documents.places(x.device), documents.starts
+            inside, starts = documents.positions(x.device), documents.starts
             own, positions = inside[:, own], inside[:, positions]
         if self.first:
-            x = self.embed_tokens(x[:, places.gathered], own)
+            x = self.embed_tokens(x[:, held.gathered], own)
         ropes: dict[str | None, Rope | None] = {None: None}
         masks: dict[tuple[str | None, int | None], Mask] = {}
         for name, block in self.blocks.items():
@@ -206,7 +206,7 @@ class Transformer(HasWeights):
                 ropes[layer.rope] = self.rope_for(layer.rope, positions, x.device)
             kind = layer.mixer, layer.window
             if kind not in masks:
-                masks[kind] = self.mask_for(layer, T, places, starts, x.device)
+                masks[kind] = self.mask_for(layer, T, held, starts, x.device)
             x = block(x, ropes[layer.rope], masks[kind])
         if not self.last:
             return x
@@ -217,7 +217,7 @@ class Transformer(HasWeights):
         if labels is None:
             return F.linear(x, head)[..., : self.config.vocab_size]
         # Ranks that share heads have the loss of all their tokens.
-        hidden, labels = layout.gather(x).flatten(0, 1), labels[:, places.gathered].flatten()
+        hidden, labels = layout.gather(x).flatten(0, 1), labels[:, held.gathered].flatten()
         return self.loss(hidden, head, labels, masks=documents is not None)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor | slice) -> Tensor:
@@ -259,16 +259,21 @@ class Transformer(HasWeights):
         return self.ropes[kind].map(lambda table: table[positions])
 
     def mask_for(
-        self, layer: LayerSpec, T: int, places: Places, starts: Tensor | None, device: torch.device
+        self, layer: LayerSpec, T: int, held: Positions, starts: Tensor | None, device: torch.device
     ) -> Mask:
         """What a layer's mixer sees, and so in which kernel; None for PyTorch's causal attention."""
         if not layer.attends:
             return None if starts is None else Seen(starts=starts.to(device, non_blocking=True))
         window = layer.window if layer.window is None or layer.window < T else None
-        if window is None and starts is None and places.queries is None and not self.config.sinks:
+        if (
+            window is None
+            and starts is None
+            and held.host_queries is None
+            and not self.config.sinks
+        ):
             return InBlocks() if self.kernel.causal == "blocks" else None
         if self.kernel.masked == "pieces":
-            return Seen(window, starts, places.queries, places.order)
+            return Seen(window, starts, held.host_queries, held.key_order)
         if starts is not None:
             return block_mask(T, window, starts, device)
         if (T, window) not in self.masks:

@@ -46,7 +46,7 @@ from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel import ddp, fsdp
-from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
+from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, unshard
 from llm_train_bench.parallel.layout import Gradients, RankLayout
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather, join, leave
 from llm_train_bench.run.checkpoint import saver
@@ -171,14 +171,14 @@ class Traffic(TorchDispatchMode):
             # What the optimizer takes: it may clip them itself.
             scale = getattr(optimizer, "grad_scale", 1.0)
             clipped = {n: p.grad / scale for n, p in named.items() if p.requires_grad}
-            self.gradients = wholes(model, clipped)
+            self.gradients = gather_parameters(model, clipped)
         else:
-            self.gradients = {f"p/{n}": t for n, t in wholes(model, named).items()}
+            self.gradients = {f"p/{n}": t for n, t in gather_parameters(model, named).items()}
         keys = {key for state in optimizer.state.values() for key, t in state.items() if t.ndim}
         for key in sorted(keys):  # in the same order on all ranks
             states = ((n, optimizer.state.get(p, {})) for n, p in named.items())
             state = {n: state[key] for n, state in states if key in state}
-            self.gradients |= {f"{key}/{n}": t for n, t in wholes(model, state).items()}
+            self.gradients |= {f"{key}/{n}": t for n, t in gather_parameters(model, state).items()}
 
     def _look_at(self, tensor) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, this rank's part
@@ -234,10 +234,10 @@ def generator_digest(_) -> str:
     return hashlib.sha256(torch.get_rng_state().numpy()).hexdigest()
 
 
-def wholes(model, named) -> dict[str, torch.Tensor]:
+def gather_parameters(model, named) -> dict[str, torch.Tensor]:
     """Copies of the named tensors of all ranks, whole."""
     detached = ((weight, t.detach()) for weight, t in named.items())
-    return {weight.name: t.clone() for weight, t in model.layout.wholes(detached)}
+    return {weight.name: t.clone() for weight, t in model.layout.gather_parameters(detached)}
 
 
 def restless(best):
@@ -261,7 +261,7 @@ MUTANTS = {
     "norms' gradients stay partial": (
         Gradients, "partial", property(lambda self: [], lambda self, value: None)),
     "a tied head's gradients stay apart": (
-        RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)),
+        RankLayout, "swap_with_stage", lambda self, numbers, pp_rank: torch.zeros_like(numbers)),
     "scales are of a rank's part": (
         RankLayout, "max_over_ranks", lambda self, numbers, *kinds, whole=RankLayout.max_over_ranks: (
             numbers if kinds else whole(self, numbers))),
@@ -299,7 +299,7 @@ def embedding_gradient_error(ranks) -> float:
         model, _ = sharded(ranks, "--amp", amp, seq_len=64, config=GPT2)
         ids = torch.randint(4, (32, 64), generator=torch.Generator().manual_seed(ranks.rank))
         model(ids, ids).backward()
-        gradients.append(whole(model.embed.weight.grad))
+        gradients.append(unshard(model.embed.weight.grad))
     fp32, bf16 = gradients
     return ((bf16 - fp32).norm() / fp32.norm()).item()
 
@@ -435,7 +435,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 stack.enter_context(patch)
             train_planned(ENTRYPOINTS[script].train, argv, script, ranks)
         if gradients:
-            parameters = wholes(traffic.model, dict(traffic.model.weights()))
+            parameters = gather_parameters(traffic.model, dict(traffic.model.weights()))
             if ranks.main:
                 save_file(traffic.gradients, out / name / "gradients.safetensors")
                 save_file(parameters, out / name / "parameters.safetensors")

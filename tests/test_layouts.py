@@ -124,7 +124,7 @@ def test_balanced_routing_is_the_same_on_every_layout():
     for tp, cp in ((2, 1), (1, 2), (2, 3)):
         for rank in range(tp * cp):
             part = RankLayout(Parallelism(tp=tp, cp=cp, ulysses=cp == 2), rank)
-            at = part.places(12, torch.device("cpu")).own
+            at = part.positions(12, torch.device("cpu")).local
             own = experts._in_turn(3, 12, e, part, at.device)
             assert torch.equal(own, whole[:, at].flatten(0, 1))
             mlp.layout = part

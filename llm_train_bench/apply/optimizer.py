@@ -51,24 +51,26 @@ def local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [grad.to_local() if is_sharded(grad) else grad for grad in grads]
 
 
-def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The norm of all gradients, whole; those that FSDP divided are of one mesh.
+def gradient_norm(parameters: list[nn.Parameter], weights: Tensor | None = None) -> Tensor:
+    """The norm of all gradients over all ranks, in fp32, also of gradients in bf16.
 
-    It is in fp32, also of gradients in bf16. PyTorch's function makes a chain of kernels for each sharded
-    gradient.
+    `weights` are 1 over the number of ranks with the same shard of each. Without them, those that FSDP
+    divided are of one mesh. PyTorch's function makes a chain of kernels for each sharded gradient.
     """
     grads = local_gradients(parameters)
     if not grads:
         return torch.zeros(())
-    norms = torch.ops.aten._foreach_norm(grads, 2, torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    first = parameters[0]
-    if not is_sharded(first):
-        return norm
-    # Of two dimensions the first holds replicas, whose gradients are the same. With --cpu-offload the sum
-    # stays on the CPU: the fused optimizer would not wait for a factor that comes from the GPU.
-    square = norm.square()
-    dist.all_reduce(square, group=first.device_mesh.get_group(first.device_mesh.ndim - 1))
+    norms, group = torch.stack(torch.ops.aten._foreach_norm(grads, 2, torch.float32)), None
+    if weights is not None:
+        square = (norms.square() * weights).sum()
+    else:
+        norm, first = torch.linalg.vector_norm(norms), parameters[0]
+        if not is_sharded(first):
+            return norm
+        # Of two dimensions the first holds replicas, whose gradients are the same. With --cpu-offload the
+        # sum stays on the CPU: the fused optimizer would not wait for a factor from the GPU.
+        square, group = norm.square(), first.device_mesh.get_group(first.device_mesh.ndim - 1)
+    dist.all_reduce(square, group=group)
     return square.sqrt()
 
 

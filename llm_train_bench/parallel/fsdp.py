@@ -132,7 +132,7 @@ def materialize_shards(
         own.local.copy_(full[own.shard.slices])
 
 
-def whole(parameter: torch.Tensor) -> torch.Tensor:
+def unshard(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter with all its rows; for a sharded one a collective that all ranks must join."""
     value = parameter.full_tensor() if is_sharded(parameter) else parameter
     # --fp8-all-gather returns torchao's wrapper around the plain tensor.

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llm_train_bench.apply.optimizer import local_gradients
+from llm_train_bench.apply.optimizer import gradient_norm, local_gradients
 from llm_train_bench.formulas.work import Parallelism
-from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, count_rows
+from llm_train_bench.model.layout import Attend, Documents, HasWeights, Positions, Row, count_rows
 from llm_train_bench.model.products import ProductLinear, add_bias, product_of
 from llm_train_bench.model.weights import Weight, part_of
 from llm_train_bench.parallel.ddp import ReplicaLayout
-from llm_train_bench.parallel.fsdp import whole
+from llm_train_bench.parallel.fsdp import unshard
 from llm_train_bench.parallel.ranks import collective_timeout
 
 _c10d = torch.ops._c10d_functional
@@ -54,34 +54,34 @@ def _all_gather(x: Tensor, n: int, group: str) -> Tensor:
     return _Collective.apply(x, _GATHER, (n, group), _SCATTER, ("sum", n, group))
 
 
-class _Sent(torch.autograd.Function):
-    """Rows on their way to other ranks; what runs before `_Arrived` runs beside it, also in backward."""
+class _AllToAllStart(torch.autograd.Function):
+    """Begin to send rows to other ranks; what runs before `_AllToAllWait` runs beside it."""
 
     @staticmethod
-    def forward(ctx, rows, received, sent, group, returning):
-        ctx.returning = returning
+    def forward(ctx, rows, received, sent, group, pending_gradients):
+        ctx.pending_gradients = pending_gradients
         return _c10d.all_to_all_single(rows.contiguous(), received, sent, group)
 
     @staticmethod
     def backward(ctx, *grads):
-        return _c10d.wait_tensor(ctx.returning.pop()), None, None, None, None
+        return _c10d.wait_tensor(ctx.pending_gradients.pop()), None, None, None, None
 
 
-class _Arrived(torch.autograd.Function):
-    """Rows that `_Sent` sent; the gradients of those are `returning` until its backward."""
+class _AllToAllWait(torch.autograd.Function):
+    """Rows that arrived; their gradients are `pending_gradients` until _AllToAllStart's backward."""
 
     @staticmethod
-    def forward(ctx, rows, received, sent, group, returning):
-        ctx.args, ctx.returning = (sent, received, group), returning
+    def forward(ctx, rows, received, sent, group, pending_gradients):
+        ctx.args, ctx.pending_gradients = (sent, received, group), pending_gradients
         return _c10d.wait_tensor(rows).view_as(rows)
 
     @staticmethod
     def backward(ctx, *grads):
-        ctx.returning.append(_c10d.all_to_all_single(grads[0].contiguous(), *ctx.args))
+        ctx.pending_gradients.append(_c10d.all_to_all_single(grads[0].contiguous(), *ctx.args))
         return grads[0], None, None, None, None
 
 
-class _Summed(torch.autograd.Function):
+class _ScatterAdd(torch.autograd.Function):
     """Rows (R, d) added up in fp32 where `index` (R,) says, to (number, d); it keeps the index alone."""
 
     @staticmethod
@@ -151,9 +151,9 @@ class RankLayout(ReplicaLayout):
         self.stage, self.owners = self.groups["same"] if pp > 1 else None, self.groups["owners"]
         return {"dense": meshes["tp"][dims], "experts": meshes["ep"][dims]}
 
-    def whole(self, weight: Weight, tensor: Tensor) -> Tensor:
+    def gather_parameter(self, weight: Weight, tensor: Tensor) -> Tensor:
         """A parameter, or its gradient, whole: a collective that all ranks must join."""
-        value, split = whole(tensor), weight.split
+        value, split = unshard(tensor), weight.split
         if split is None or (n := getattr(self, split.ranks)) == 1:
             return value
         rows = weight.shape[split.dimension]
@@ -162,12 +162,14 @@ class RankLayout(ReplicaLayout):
             value = torch.cat((value, value.narrow(split.dimension, 0, missing)), split.dimension)
         parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(n)]
         dist.all_gather(parts, value.contiguous(), group=self.groups[split.ranks])
-        cut = (part.narrow(split.dimension, 0, n) for part, n in zip(parts, sizes, strict=True))
-        return torch.cat([*cut], split.dimension)
+        unpadded = (
+            part.narrow(split.dimension, 0, n) for part, n in zip(parts, sizes, strict=True)
+        )
+        return torch.cat([*unpadded], split.dimension)
 
-    def wholes(self, parts: Iterable[tuple[Weight, Tensor]]) -> Iterator[tuple[Weight, Tensor]]:
+    def gather_parameters(self, parts: Iterable[Row]) -> Iterator[Row]:
         if self.pp == 1:
-            yield from super().wholes(parts)
+            yield from super().gather_parameters(parts)
             return
         group, mine = self.groups["pp"], dict(parts)
         kinds = {weight: (tensor.dtype, tensor.device) for weight, tensor in mine.items()}
@@ -179,13 +181,13 @@ class RankLayout(ReplicaLayout):
                 if owners.setdefault(weight, owner) != owner:  # the weight of a tied head
                     continue
                 if owner == self.pp_rank:
-                    value = self.whole(weight, mine[weight]).contiguous()
+                    value = self.gather_parameter(weight, mine[weight]).contiguous()
                 else:
                     value = torch.empty(weight.shape, dtype=dtype, device=device)
                 dist.broadcast(value, group=group, group_src=owner)
                 yield weight, value
 
-    def exchanged(self, numbers: Tensor, pp_rank: int) -> Tensor:
+    def swap_with_stage(self, numbers: Tensor, pp_rank: int) -> Tensor:
         """Swap numbers with the rank that has the same parts in another group of a pipeline."""
         group, theirs = self.groups["pp"], torch.empty_like(numbers)
         send = dist.P2POp(dist.isend, numbers.contiguous(), group=group, group_peer=pp_rank)
@@ -197,28 +199,30 @@ class RankLayout(ReplicaLayout):
     def gradients(self, model: HasWeights) -> "Gradients | None":
         return Gradients(model, self) if self.parallelism.divided else None
 
-    def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
+    def positions(
+        self, T: int, device: torch.device, documents: Documents | None = None
+    ) -> Positions:
         if documents is None or self.cp == 1 or self.ulysses:
-            return self._fixed_places(T, device)
-        return self._placed(shared_by_work(documents.starts, self.cp), device)
+            return self._fixed_positions(T, device)
+        return self._positions_of(shared_by_work(documents.starts, self.cp), device)
 
     @functools.cache  # noqa: B019 (a layout lives as long as its run)
-    def _fixed_places(self, T: int, device: torch.device) -> Places:
+    def _fixed_positions(self, T: int, device: torch.device) -> Positions:
         if self.tp * self.cp == 1:
-            return super().places(T, device)
+            return super().positions(T, device)
         held = torch.arange(T, device="cpu").view(self.cp, -1)
         if not self.ulysses:  # a chunk from the head and one from the tail: equal work
             head, tail = held.view(2 * self.cp, -1).split(self.cp)
             held = torch.cat((head, tail.flip(0)), dim=1)
-        return self._placed(held, device)
+        return self._positions_of(held, device)
 
-    def _placed(self, held: Tensor, device: torch.device) -> Places:
+    def _positions_of(self, held: Tensor, device: torch.device) -> Positions:
         """The places of this rank, if the cp ranks hold these positions (cp, T / cp) on the host."""
         mine = held[self.cp_rank]
         own, gathered = mine.chunk(self.tp)[self.tp_rank].to(device), mine.to(device)
         if self.cp == 1 or self.ulysses:
-            return Places(own, slice(len(mine)) if self.cp == 1 else gathered)
-        return Places(own, gathered, mine, held.flatten().argsort().to(device))
+            return Positions(own, slice(len(mine)) if self.cp == 1 else gathered)
+        return Positions(own, gathered, mine, held.flatten().argsort().to(device))
 
     def gather(self, x: Tensor) -> Tensor:
         if self.tp == 1:
@@ -244,7 +248,7 @@ class RankLayout(ReplicaLayout):
                 numbers = _c10d.wait_tensor(_c10d.all_reduce(numbers, "max", self.names[kind]))
         return numbers
 
-    def columns(self, linear: nn.Linear, x: Tensor) -> Tensor:
+    def column_parallel(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
         return add_bias(product_of(linear, x, self._gathering, self._scattering), linear)
@@ -261,7 +265,7 @@ class RankLayout(ReplicaLayout):
         coming = _SCATTER(x, "sum", self.tp, self.names["tp"])
         return lambda: _c10d.wait_tensor(coming).transpose(0, 1)
 
-    def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
+    def row_parallel(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
         fp8 = isinstance(linear, ProductLinear)
@@ -295,7 +299,7 @@ class RankLayout(ReplicaLayout):
     def _attend_by_tokens(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         """Own queries over all keys and values, which are gathered, and put in their order."""
         both = torch.cat((k.flatten(2), v.flatten(2)), dim=-1).transpose(0, 1)
-        both = _all_gather(both, self.cp, self.names["cp"])[mask.order]
+        both = _all_gather(both, self.cp, self.names["cp"])[mask.key_order]
         parts = both.transpose(0, 1).tensor_split([k.shape[2] * k.shape[3]], dim=-1)
         k, v = (p.unflatten(-1, x.shape[2:]) for p, x in zip(parts, (k, v), strict=True))
         return attend(q, k, v, mask, 0)
@@ -308,16 +312,17 @@ class RankLayout(ReplicaLayout):
         if self.ep == 1:
             return super().plan_rows(index, counts)
         each = len(counts) // self.ep
-        place = index // each
-        numbers = torch.stack((self.wanted(place).sum(1), counts.view(self.ep, each).sum(1)), dim=1)
+        expert_rank = index // each
+        tokens = self.rank_needs_token(expert_rank).sum(1)
+        numbers = torch.stack((tokens, counts.view(self.ep, each).sum(1)), dim=1)
         # By an operator that selective checkpointing does not keep: a recomputation has the plan.
         theirs = torch.empty_like(numbers)
         dist.all_to_all_single(theirs, numbers, group=self.groups["ep"])
         return self.rows_to_send(torch.cat((numbers[:, 0], theirs.T.flatten()))), each
 
-    def wanted(self, place: Tensor) -> Tensor:
+    def rank_needs_token(self, expert_rank: Tensor) -> Tensor:
         """(N, k) ranks of a token's experts to whether each rank wants the token (ep, N), as 0 and 1."""
-        return place.new_zeros(len(place), self.ep).scatter_(1, place, 1).T
+        return expert_rank.new_zeros(len(expert_rank), self.ep).scatter_(1, expert_rank, 1).T
 
     def rows_to_send(self, numbers: Tensor) -> tuple[list[int], list[int], int]:
         """Tokens to and from each of the ep ranks, and choices: a layer's one wait for the device.
@@ -327,30 +332,30 @@ class RankLayout(ReplicaLayout):
         there, here, choices = numbers.view(3, -1).tolist()
         return there, here, sum(choices)
 
-    def send(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
+    def dispatch(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         if self.ep == 1:
-            return super().send(tokens, index, weights, plan)
+            return super().dispatch(tokens, index, weights, plan)
         ((there, here, _), each), N = plan, len(tokens)
-        wanted = self.wanted(index // each).flatten()
-        order = wanted.argsort(descending=True, stable=True)[: sum(there)]
-        token, place = order % N, order // N  # by rank, then by token
-        local = index[token] - each * place[:, None]
+        rank_needs_token = self.rank_needs_token(index // each).flatten()
+        order = rank_needs_token.argsort(descending=True, stable=True)[: sum(there)]
+        token, expert_rank = order % N, order // N  # by rank, then by token
+        local = index[token] - each * expert_rank[:, None]
         inside = (local >= 0) & (local < each)
         choice = torch.where(inside, local, each).float()
         with_weights = torch.cat((torch.where(inside, weights[token].float(), 0.0), choice), dim=1)
-        flights = []
+        in_flight = []
         for rows in (tokens[token], with_weights):
-            returning: list[Tensor] = []
-            args = here, there, self.names["ep"], returning
-            flights.append((_Sent.apply(rows, *args), *args))
-        return flights, token, N
+            pending_gradients: list[Tensor] = []
+            args = here, there, self.names["ep"], pending_gradients
+            in_flight.append((_AllToAllStart.apply(rows, *args), *args))
+        return in_flight, token, N
 
-    def experts(self, experts: nn.Module, sent: Any, plan: Any) -> Tensor:
+    def run_experts(self, experts: nn.Module, sent: Any, plan: Any) -> Tensor:
         """Tokens that come from all ranks go through the experts, and their sums back."""
         if self.ep == 1:
-            return super().experts(experts, sent, plan)
-        (flights, token, N), ((there, here, choices), each) = sent, plan
-        tokens, with_weights = (_Arrived.apply(*flight) for flight in flights)
+            return super().run_experts(experts, sent, plan)
+        (in_flight, token, N), ((there, here, choices), each) = sent, plan
+        tokens, with_weights = (_AllToAllWait.apply(*args) for args in in_flight)
         k = with_weights.shape[1] // 2
         choice = with_weights[:, k:].detach().long().flatten()
         order = choice.argsort(stable=True)[:choices]  # by expert; those of other ranks come last
@@ -362,9 +367,9 @@ class RankLayout(ReplicaLayout):
         else:
             y = experts(rows, counts)
         y = y * with_weights[:, :k].flatten()[order, None].to(y.dtype)
-        sums = _Summed.apply(y, order // k, len(tokens))
+        sums = _ScatterAdd.apply(y, order // k, len(tokens))
         back = funcol.all_to_all_single_autograd(sums, there, here, self.names["ep"])
-        return _Summed.apply(back, token, N)
+        return _ScatterAdd.apply(back, token, N)
 
 
 # Chunks of a sample for each cp rank, of which documents give unequal work.
@@ -422,16 +427,13 @@ class Gradients:
         """Complete the gradients, and return the norm over all ranks."""
         self._sum_tied()
         self._sum_partial()
-        norms = torch.ops.aten._foreach_norm(local_gradients(self.parameters), 2, torch.float32)
-        total = (torch.stack(norms).square() * self.weights).sum()
-        dist.all_reduce(total)
-        return total.sqrt()
+        return gradient_norm(self.parameters, self.weights)
 
     def _sum_tied(self) -> None:
         """Add up a tied embedding's gradients of the first and of the last stage."""
         if self.tied is not None:
             (grad,) = local_gradients([self.tied])
-            grad += self.layout.exchanged(grad, self.layout.pp - 1 - self.layout.pp_rank)
+            grad += self.layout.swap_with_stage(grad, self.layout.pp - 1 - self.layout.pp_rank)
 
     def _sum_partial(self) -> None:
         """Add up what each tp rank has of the gradients of parameters that are whole on all of them."""
