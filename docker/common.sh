@@ -12,14 +12,13 @@ root=${BENCH_TEST_ROOT:-} # tests put another /dev, /sys, /proc and /etc before 
 gpus=all cpu="" dry="" engine="" asked="" container="" output=$repo/runs
 cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/llm-train-bench
 fixed=""          # the last option that a running container cannot follow
-names="" pairs="" # of --env and --env-file: every name; NAME=VALUE lines
-mounts=()
+mounts=() asked_variables=() files=()
 podman="" rootless="" # what the engine is
 
 # Variables of the host that concern a run, keys and tokens among them, but no paths: the image has others.
 passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|ROCR|GPU_MAX|DISABLE_ADDMM|GLOO|OMP|UCX|FI|OFI_NCCL|WANDB|HF)_'
 passed_on+='|^CUDA_(VISIBLE_DEVICES|DEVICE_MAX_CONNECTIONS)$'
-passed_on+='|^(NNODES|NODE|WAIT|HEAD|PORT|GPUS|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
+passed_on+='|^(NNODES|NODE|WAIT|HEAD|PORT|GPUS|JOB_ID|MASTER_ADDR|MASTER_PORT)$'
 kept_back='_(PATH|HOME|DIR|CACHE|FILE|PLATFORM)$'
 
 usage() {
@@ -35,8 +34,8 @@ runs already, COMMAND runs in it, with its GPUs and directories, and ends when i
   --name NAME      name of the container (default llm-train-bench-USER-$vendor)
   --output DIR     directory for results, instead of runs/ in the repository
   --mount HOST[:CONTAINER][:ro]  a file or directory of this machine, by default at its own path; repeatable
-  --env NAME[=VALUE]  a variable for the container; NAME alone takes its value here; repeatable
-  --env-file FILE  a file of NAME=VALUE lines; repeatable
+  --env NAME       an exported variable of this shell, for the container; repeatable
+  --env-file FILE  a file of NAME=VALUE lines, as docker reads it; repeatable
   --cache DIR      compiled kernels and downloads, kept between runs (default ~/.cache/llm-train-bench)
   --engine NAME    docker or podman (default: the first there is)
   --dry-run        print the command line and stop
@@ -62,29 +61,6 @@ add_mount() { # SOURCE TARGET [,readonly]. A comma, quote or line break would sa
     mounts+=(--mount "type=bind,src=$source,dst=${2:-$source}${3:-}")
 }
 
-add_variable() { # NAME[=VALUE], and where it stands: messages have no value, which may be a secret
-    local name=${1%%=*}
-    [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "$2: must be NAME or NAME=VALUE" 2
-    [[ $1 != *$'\n'* ]] || die "$2: the value has a line break; mount a file instead" 2
-    names+="$name "
-    if [[ $1 = *=* ]]; then
-        pairs+=$1$'\n'
-    else
-        printenv "$name" >/dev/null || die "$2: $name is not exported here; give NAME=VALUE" 2
-    fi
-}
-
-add_variables() { # of a file, as docker reads it: no quotes, no export
-    local line number=0
-    [ -r "$1" ] && [ ! -d "$1" ] || die "--env-file $1: cannot be read" 2
-    while IFS= read -r line || [ -n "$line" ]; do
-        number=$((number + 1))
-        line=${line%$'\r'}
-        line=${line#"${line%%[![:space:]]*}"}
-        [[ -z $line || $line = "#"* ]] || add_variable "$line" "--env-file $1: line $number"
-    done <"$1"
-}
-
 set_option() { # NAME VALUE
     case $1 in
     --gpus) gpus=$2 fixed=$1 ;;
@@ -99,8 +75,15 @@ set_option() { # NAME VALUE
         add_mount "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]}" "${BASH_REMATCH[4]:+,readonly}"
         fixed=$1
         ;;
-    --env) add_variable "$2" "--env ${2%%=*}" ;;
-    --env-file) add_variables "$2" ;;
+    --env)
+        [[ $2 =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "--env ${2%%=*}: must be a NAME, whose variable is exported here" 2
+        printenv "$2" >/dev/null || die "--env $2: is not exported here" 2
+        asked_variables+=("$2")
+        ;;
+    --env-file)
+        [ -f "$2" ] && [ -r "$2" ] || die "--env-file $2: cannot be read" 2
+        files+=(--env-file "$2")
+        ;;
     *) die "$1: no such option; see $script --help" 2 ;;
     esac
     [[ $2 = [!-]* ]] || die "$1 needs a value; see $script --help" 2
@@ -207,20 +190,12 @@ pass_host_variables() { # by name, so that no command line has their values
     done
 }
 
-environment_arguments() { # what the user asks for replaces the other variables
-    local name variable
-    for variable in "${variables[@]}"; do
-        [[ " $names" = *" ${variable%%=*} "* ]] || args+=(-e "$variable")
+environment_arguments() { # of several the last counts, and -e before a file
+    local variable
+    args+=("${files[@]}")
+    for variable in "${variables[@]}" "${asked_variables[@]}"; do
+        args+=(-e "$variable")
     done
-    for name in $names; do
-        if [ -n "$dry" ] || [[ $'\n'$pairs != *$'\n'"$name="* ]]; then
-            args+=(-e "$name")
-        fi
-    done
-    if [ -z "$dry" ] && [ -n "$pairs" ]; then
-        exec 9< <(printf %s "$pairs") # a file that no other process sees, for values that may be secrets
-        args+=(--env-file /dev/fd/9)
-    fi
 }
 
 run() { # in a container that args start or enter: print or do

@@ -7,16 +7,14 @@
 # NODE         number of this node, 0 at HEAD: then the others wait for it, up to WAIT (900) seconds.
 #              Without it start all within two minutes. Kubernetes' JOB_COMPLETION_INDEX serves as well
 # GPUS         processes on this node; by default one per GPU
-# MAX_RESTARTS how often to restart all ranks after one failed (0). With --run-name and --resume auto they go on from the
-#              newest checkpoint
 set -euo pipefail
 if [ $# -lt 2 ] || [ -z "${NNODES:-}" ] || [ -z "${HEAD:-}" ] || [ -z "${JOB_ID:-}" ]; then
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 cd "$(dirname "$0")/.."
 node=${NODE:-${JOB_COMPLETION_INDEX:-}} port=${PORT:-29400}
-options=(--nnodes "$NNODES" --nproc-per-node "${GPUS:-gpu}" --max-restarts "${MAX_RESTARTS:-0}"
+options=(--nnodes "$NNODES" --nproc-per-node "${GPUS:-gpu}"
     --rdzv-backend c10d --rdzv-id "$JOB_ID" --rdzv-endpoint "$HEAD:$port")
 if [ -n "$node" ]; then
     # Names may resolve to an address that the node does not know as its own.

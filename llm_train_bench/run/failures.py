@@ -26,8 +26,8 @@ LOST = "lost another rank"
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 # The time [s] after which writing a checkpoint is given up.
 SAVE_S = 600.0
-# The errors of this process that are in a file, with their tracebacks.
-_WRITTEN: list[BaseException] = []
+# The note of an error whose traceback is in a file.
+KEPT = "its traceback is in"
 # Beginnings of messages about a consequence: something went wrong elsewhere first.
 NO_CAUSE = (LOST, "no step in")
 OOM_ADVICE = (
@@ -107,7 +107,7 @@ def keep_error(directory: Path, rank: int, error: BaseException) -> None:
             [f"{ending.status}: {ending.text}\n\n", *traceback.format_exception(error)]
         )
         write_whole(directory / f"rank{rank}.txt", redact_text(content))
-        _WRITTEN.append(error)
+        error.add_note(f"{KEPT} {directory.name}/rank{rank}.txt")
 
 
 def first_error(
@@ -142,7 +142,7 @@ def report(error: BaseException, prog: str, ranks: Ranks) -> int:
     """
     status, text, code, ours = classify(error)
     trace = "".join(traceback.format_exception(error)) if ours else ""
-    shown = bool(trace) and error not in _WRITTEN
+    shown = bool(trace) and not any(note.startswith(KEPT) for note in getattr(error, "__notes__", ()))
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # By the timestamp, in whole seconds, agents find the rank that failed first. A consequence seems
         # later than it is, and what holds for all ranks earlier.
