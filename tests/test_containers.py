@@ -390,7 +390,7 @@ HARMLESS = {"--env": "HOME"}
 def test_a_value_cannot_say_more_than_its_option(script, code, option, value, ready, tmp_path):
     """It is refused, or the engine's line differs from that of a harmless value in its own words only."""
     ready.amd()
-    value, file = value.replace("TMP", str(tmp_path)), tmp_path / "file"
+    value = value.replace("TMP", str(tmp_path))
     more = words("--env HOME true")
     status, _, error = ready.launch([option, value, *more], script=script)
     assert (status, (tmp_path / "ran").exists()) == (int(code), False) and "secret" not in error

@@ -568,7 +568,8 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize(("given", "place"), [([], MEETING), (["--log-dir", "mine"], None)])
 def test_logs_of_ranks_are_where_torchruns_flag_says(given, place, asked):
-    assert agent.main([*given, "--nproc-per-node=2", "train_ddp.py", *TINY]) == 0
+    words = [*given, "--nproc-per-node=2", "train_ddp.py", *TINY]
+    assert agent.run_agent(agent.torchrun.parse_args(words)) == 0
     assert asked[0][0].logs_specs.root_log_dir == (os.environ[place] if place else "mine")
 
 

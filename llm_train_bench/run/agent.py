@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,12 @@ from torch.distributed.launcher import api
 from llm_train_bench.base.children import private_directory, signal_session
 from llm_train_bench.base.errors import NotJoined, UsageError
 from llm_train_bench.parallel.ranks import MEETING
+from llm_train_bench.run import signals
 from llm_train_bench.run.failures import PREEMPTED, first_failure, report_first
-from llm_train_bench.run.signals import (
-    ENDING,
-    SECOND,
-    Handler,
-    Heard,
-    end_at_first,
-    guarded,
-    handled_by,
-)
+from llm_train_bench.run.signals import ENDING, SECOND, Heard, end_at_first, handled_by
 
 
-def pass_on_signals(agents: list[Any], sent: list[int]) -> Handler:
+def pass_on_signals(agents: list[Any], sent: list[int]) -> signals.Handler:
     """A handler: the agent's ranks get the first signal as it is, then SECOND, then SIGKILL."""
     heard = Heard()
 
@@ -99,11 +91,6 @@ def run_agent(options: argparse.Namespace) -> int:
             raise UsageError(error) from None
 
 
-def main(argv: Sequence[str]) -> int:
-    """The command line; its exit code."""
-    options = torchrun.parse_args(argv)
-    return guarded(lambda: run_agent(options), Path(options.training_script).name)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command = torchrun.parse_args(sys.argv[1:])
+    sys.exit(signals.guarded(lambda: run_agent(command), Path(command.training_script).name))

@@ -142,7 +142,9 @@ def report(error: BaseException, prog: str, ranks: Ranks) -> int:
     """
     status, text, code, ours = classify(error)
     trace = "".join(traceback.format_exception(error)) if ours else ""
-    shown = bool(trace) and not any(note.startswith(KEPT) for note in getattr(error, "__notes__", ()))
+    shown = bool(trace) and not any(
+        note.startswith(KEPT) for note in getattr(error, "__notes__", ())
+    )
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # By the timestamp, in whole seconds, agents find the rank that failed first. A consequence seems
         # later than it is, and what holds for all ranks earlier.
