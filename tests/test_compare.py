@@ -19,7 +19,6 @@ from llm_train_bench.compare import gate, report
 from llm_train_bench.compare.ratios import Prices
 from llm_train_bench.compare.ratios import compare as compare_records
 from llm_train_bench.compare.setting import identity, repeats
-from tests import fuzz
 from tests.helpers import ROOT, cases, changed, records_of, result_of, run_train, words
 
 LOGS = ROOT / "tests/logs"
@@ -91,7 +90,6 @@ def rows_of(*paths, tokens=None, prices=NONE, **options):
 
 
 SUITE = json.loads((LOGS / "suite.json").read_text())
-PLAIN = json.loads(fuzz.PLAIN.read_text())
 
 
 def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of):
@@ -199,29 +197,13 @@ def test_memory_that_cuda_graphs_hide_counts(mode, run_of):
     assert gate.figures_of([row.record]).memory_gib == memory[0]
 
 
-def test_cost_energy_and_days_by_hand(run_of):
-    a = run_of("a", device__hardware="H100 SXM", metrics__tokens_per_joule=0.5)
-    b = run_of("b", device__hardware="MI300X")
-    prices = Prices({"H100 SXM": 3.6}, {"MI300X": 640.0})
-    rows = rows_of(a, b, prices=prices, tokens=640 * 86400 * 3.0)
-    assert rows["a"].usd_per_trillion == pytest.approx(3.6 / 3600 / 640 * 1e12)
-    assert rows["a"].tokens_per_joule == 0.5 and rows["a"].energy_measured
-    assert rows["a"].days == pytest.approx(3.0)
-    assert rows["b"].usd_per_trillion == pytest.approx(2.0 / 3600 / 640 * 1e12)  # the default price
-    assert rows["b"].tokens_per_joule == pytest.approx(1.0) and not rows["b"].energy_measured
-    # If its power is not given: the limit it ran under, otherwise the datasheet's.
+def test_energy_without_a_figure_follows_from_the_limit_or_the_datasheet(run_of):
     limit = [{"rank": 0, "power_limit_w": 320.0}]  # a setting by itself
+    b = run_of("b", device__hardware="MI300X")
     c = run_of("c", device__hardware="MI300X", devices=limit)
     rows = rows_of(b, c)
     assert rows["b"].tokens_per_joule == pytest.approx(640 / 750)
     assert rows["c"].tokens_per_joule == pytest.approx(640 / 320)
-    # Electricity is a part of the cost: 2 J a token for `a`, at 0.2 US$ per kWh.
-    rows = rows_of(a, b, prices=Prices(prices.usd_per_hour, {}, usd_per_kwh=0.2))
-    both = 3.6 / 3600 / 640 * 1e12 + 0.2 * 2e12 / 3.6e6
-    assert rows["a"].usd_per_trillion == pytest.approx(both)
-
-
-NASTY = "\x1b]52;c;aGk=\x07x[/y]<script>|=cmd"
 
 
 def test_of_a_sweep_its_runs_are_read(tmp_path, capsys, run_of):

@@ -179,17 +179,11 @@ def test_fp8_all_gather_moves_half_the_weights_bytes_and_learns_the_same(runs):
 
 def test_per_rank_times_and_memory(runs):
     r = result_of(runs / "fsdp4")
-    m, rates = r["metrics"], [rank["probe_tflops"] for rank in r["ranks"]]
+    m = r["metrics"]
     assert [rank["rank"] for rank in r["ranks"]] == [0, 1, 2, 3]
     assert r["device"]["count"] == r["batch"]["data_parallel_size"] == 4
-    assert m["slowest_device"] == rates.index(min(rates)) and min(rates) > 0
-    assert m["device_imbalance"] == pytest.approx(1 - min(rates) / (sum(rates) / 4))
     # Fast ranks wait for slow ones wherever weights are gathered: forward times say nothing.
     assert m["slowest_rank"] is m["rank_imbalance"] is None
-    ddp = result_of(runs / "ddp2")
-    busy = [rank["data_time_mean_s"] + rank["forward_time_mean_s"] for rank in ddp["ranks"]]
-    assert ddp["metrics"]["slowest_rank"] == busy.index(max(busy))
-    assert ddp["metrics"]["rank_imbalance"] == pytest.approx(max(busy) / (sum(busy) / 2) - 1)
     slowest = max(rank["step_time_mean_s"] for rank in r["ranks"])
     assert m["step_time_mean_s"] >= slowest * 0.999
     assert m["tokens_per_sec_per_gpu"] == pytest.approx(m["tokens_per_sec"] / 4)
