@@ -97,7 +97,7 @@ class Layout:
         return Positions(slice(T), slice(T))
 
     def gather(self, x: Tensor) -> Tensor:
-        """(B, t, d) own tokens to the (B, T / cp, d) of the ranks that share heads."""
+        """(B, t, d) own tokens to the (B, T / cp, d) of the tp ranks."""
         return x
 
     def column_parallel(self, linear: nn.Linear, x: Tensor) -> Tensor:
@@ -113,11 +113,11 @@ class Layout:
         return attend(q, k, v, mask, 0)
 
     def plan_rows(self, index: Tensor, counts: Tensor) -> Any:
-        """What `send` and `experts` need, of the choice (N, k) of experts and how often each occurs."""
+        """What `dispatch` and `run_experts` need of a choice (N, k) and how often each expert occurs."""
         return counts
 
     def dispatch(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
-        """(N, d) tokens on their way to the experts chosen for them; only `experts` may read them."""
+        """(N, d) tokens on their way to the experts chosen for them; only `run_experts` may read them."""
         order = index.flatten().argsort(stable=True)  # by expert, then by token
         places = inverse(order)
         return Permute.apply(tokens, order, places, index.shape[1]), order, places, weights
@@ -143,11 +143,11 @@ class Layout:
         return None
 
     def scatter(self, x: Tensor) -> Tensor:
-        """The inverse of `gather`: (B, T / cp, d) added up over the ranks that share heads."""
+        """The inverse of `gather`: (B, T / cp, d) added up over the tp ranks."""
         return x
 
     def sum_over_tp(self, numbers: Tensor) -> Tensor:
-        """Numbers added up over the ranks that share heads."""
+        """Numbers added up over the tp ranks."""
         return numbers
 
     def max_over_ranks(self, numbers: Tensor, *kinds: str) -> Tensor:

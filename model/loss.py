@@ -239,8 +239,8 @@ def adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 class LinearCrossEntropy(nn.Module):
     """Mean cross-entropy of `hidden @ weight.T` against `labels`, equal to the plain one.
 
-    It has no parameters. Ranks that have a `shard` each have the same loss; each takes as much of its
-    gradient as of its own share of the rows.
+    It has no parameters. Ranks with a `shard` each return the same loss. Its backward multiplies by their
+    number, since each later divides the loss by all ranks (run/loop.py, `loss_divisor`).
     """
 
     def __init__(

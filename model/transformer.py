@@ -1,4 +1,4 @@
-"""The decoder of both families: embedding, blocks, final norm, head and loss.
+"""The decoder of all families: embedding, blocks, final norm, head and loss.
 
 GPT-2 and Llama differ in the kind of norm and MLP, in where positions enter and in biases; the
 config says which, and one block serves both.
@@ -109,7 +109,7 @@ def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 
 class Transformer(HasWeights):
-    """A GPT-2 or Llama-family language model, its parameters not yet initialised.
+    """A language model of any family, its parameters not yet initialised.
 
     Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
     it storage and values. `seq_len` bounds the positions of a forward pass. `layers` are those of one
@@ -132,7 +132,7 @@ class Transformer(HasWeights):
         self.config, self.seq_len, self.layout = config, seq_len, layout
         self.kernel = options.attention
         d, V = config.hidden_size, config.padded_vocab_size
-        # Rows of embedding and head; ranks that share heads divide them.
+        # Rows of embedding and head; tp ranks divide them.
         begin, end = part_of(V, layout.tp, layout.tp_rank)
         self.rows = range(begin, end)
         whole = range(config.num_hidden_layers)
@@ -171,7 +171,7 @@ class Transformer(HasWeights):
         self.table |= {weight.name: weight for weight in lora.weights}
 
     def replace_rows(self, row_of: Callable[[str], Weight]) -> None:
-        """Note the rows of all parameters anew, by their names, after modules were swap_with_stage."""
+        """Note the rows of all parameters anew, by their names, after modules were replaced."""
         self.table = {name: row_of(name) for name, _ in self.named_parameters()}
 
     def weights(self) -> Iterator[tuple[Weight, nn.Parameter]]:
@@ -186,8 +186,9 @@ class Transformer(HasWeights):
         Labels below 0 are masked: their loss is 0. Positions begin anew with each of the `documents`,
         and attention does not leave them.
 
-        In a layout of several ranks the loss and the logits are of this rank's own tokens (B, t). A stage
-        after the first takes the residual stream (B, t, d); one before the last returns it.
+        In a layout of several ranks the logits are of own tokens (B, t). The loss is of all tokens of the
+        tp ranks (B, T / cp), and equal on each. A stage after the first takes the residual stream
+        (B, t, d); one before the last returns it.
         """
         layout, x = self.layout, tokens
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
@@ -216,7 +217,7 @@ class Transformer(HasWeights):
         head = self.embed.weight if self.lm_head is None else self.lm_head.weight
         if labels is None:
             return F.linear(x, head)[..., : self.config.vocab_size]
-        # Ranks that share heads have the loss of all their tokens.
+        # All tp ranks have the loss of all their tokens.
         hidden, labels = layout.gather(x).flatten(0, 1), labels[:, held.gathered].flatten()
         return self.loss(hidden, head, labels, masks=documents is not None)
 
@@ -235,7 +236,7 @@ class Transformer(HasWeights):
         return x
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids to embeddings (B, T, d), or of ranks that share heads to those of own tokens."""
+        """(B, T) ids to embeddings (B, T, d), or of tp ranks to those of own tokens."""
         if self.layout.tp == 1:
             return self.rows_of(tokens)
         ids = tokens - self.rows.start

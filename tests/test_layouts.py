@@ -154,7 +154,7 @@ def test_biases_of_stacked_experts_do_not_decay():
 
 
 def test_a_clip_of_zero_leaves_the_gradients_of_a_layout():
-    gradients = mock.Mock(spec=Gradients, norm=lambda: torch.tensor(2.0))
+    gradients = mock.Mock(spec=Gradients, complete_and_norm=lambda: torch.tensor(2.0))
     for limit, left in ((0.0, 1.0), (1.0, 0.5)):
         parameter = torch.nn.Parameter(torch.ones(2))
         parameter.grad = torch.ones(2)

@@ -211,6 +211,40 @@ def test_micro_batches_are_parts_of_a_step(every, tmp_path):
     assert r["observed"] and r["batch"]["global_batch"] == 2 * every
 
 
+def test_a_failed_pause_or_micro_batch_leaves_no_wrong_window(tmp_path):
+    """The pause still counts, and the step is done anew from its first micro batch."""
+    with Meter(TINY, output_dir=tmp_path, quiet=True, warmup_steps=0, n_steps=2) as meter:
+        for i in range(6):
+            with contextlib.suppress(OSError), meter.step(every=2) as step:
+                step.tokens, step.loss = 8, float(i)
+                if i == 1:
+                    raise OSError
+            if i == 3:
+                with contextlib.suppress(OSError), meter.paused():
+                    time.sleep(0.3)
+                    raise OSError
+    r, steps = only_result(tmp_path), read_steps(tmp_path)
+    assert [(s["tokens"], s["loss"]) for s in steps] == [(16, 2.5), (16, 4.5)]
+    assert noted(r, "paused in the window") and r["metrics"]["window_s"] < 0.3
+    with (
+        pytest.raises(ValueError, match="every=0"),
+        meter_of(tmp_path) as meter,
+        meter.step(every=0),
+    ):
+        pass
+    with meter_of(tmp_path) as meter:
+        for _ in range(5):
+            with meter.step():
+                if meter._n == 4:
+                    meter.stop()
+                    break
+    assert meter.result.error == "the loop ended after 2 of 3 measured steps"
+
+
+def meter_of(directory) -> Meter:
+    return Meter(TINY, output_dir=directory, quiet=True, **SMALL)
+
+
 def test_starting_and_stopping_without_with(tmp_path):
     meter = Meter(TINY, output_dir=tmp_path, quiet=True, **SMALL).start()
     for _ in range(5):
@@ -311,7 +345,7 @@ def test_bad_use_is_an_error_that_says_where(tmp_path, monkeypatch):
         refused("not two micro batches", one.paused())
         with two:  # as in a notebook, after a loop that failed
             refused("must be called between two steps; the meter is at its end", one.step())
-    refused("must be called not started; the meter is at its end", one)
+    refused("cannot be used twice", one)
     assert one.result.error == "RuntimeError: another Meter began"
     with pytest.raises(
         UsageError, match="exists already; nothing was touched, choose another run_name or"
@@ -415,10 +449,15 @@ def test_a_training_that_fails_is_no_finished_one(tmp_path):
     trainer.training_step = broken
     with pytest.raises(ValueError):
         trainer.train()
-    trainer_of(tmp_path / "other", transformer(), 1, 1, 3).train()
+    trainer.evaluate()  # in the middle of the meter's step
+    trainer.args.output_dir = str(tmp_path / "again")
+    (callback,) = [c for c in trainer.callback_handler.callbacks if hasattr(c, "_counts")]
+    callback._options["output_dir"] = tmp_path / "other"
+    trainer.train()  # its tokens are not counted twice
     assert only_result(tmp_path / "other")["status"] == "ok"
+    assert {s["tokens"] for s in read_steps(tmp_path / "other")} == {64}
     r = only_result(tmp_path / "runs")
-    assert r["status"] == "failed" and r["error"] == "RuntimeError: another Meter began"
+    assert r["status"] == "failed" and r["error"] == "RuntimeError: another training began"
     assert r["metrics"]["n_measured_steps"] == 2 and r["metrics"]["mfu"] is None
     assert noted(r, "FLOPs are unknown") and noted(r, "model_type")
 
@@ -479,7 +518,10 @@ def test_lightnings_steps(tmp_path):
             enable_model_summary=False, default_root_dir=tmp_path, **options,
         )  # fmt: skip
         model, data = Model(), torch.utils.data.DataLoader(torch.randn(40, 4), 2)
-        trainer.fit(model, data, torch.utils.data.DataLoader(torch.randn(2, 4), 2))
+        validation = torch.utils.data.DataLoader(torch.randn(2, 4), 2)
+        trainer.validate(model, validation, verbose=False)
+        trainer.fit(model, data, validation)
+        trainer.validate(model, validation, verbose=False)
         return model, only_result(tmp_path / name)
 
     quiet = {"enable_checkpointing": False, "limit_val_batches": 0, "num_sanity_val_steps": 0}
@@ -492,6 +534,11 @@ def test_lightnings_steps(tmp_path):
     assert r["metrics"]["window_s"] < 0.1 and noted(r, "paused in the window")
     _, r = fit("short", 3, **quiet)
     assert r["error"] == "the loop ended after 2 of 4 measured steps"
+    # Twenty batches make six steps of three, and one of two.
+    _, r = fit("partial", 8, accumulate_grad_batches=3, limit_train_batches=5, **quiet)
+    assert [s["tokens"] for s in read_steps(tmp_path / "partial")] == [8, 5, 8, 5, 8]
+    _, r = fit("inside", accumulate_grad_batches=4, val_check_interval=10)
+    assert noted(r, "paused inside a step")
 
 
 def test_the_public_names_are_those_of_the_page():
@@ -697,5 +744,5 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of, mon
 @pytest.mark.parametrize("words, shown", helpers.answers("shown_commands.txt"))
 def test_a_command_is_shown_without_secrets_and_places(words, shown):
     assert " ".join(shown_command(words.split())) == shown
-    secrets = ['{"api_key": "a", "b": 1}', "X-Auth: a"]
-    assert redact_command(secrets) == ['{"api_key":...', "X-Auth:..."]
+    secrets = ['{"api_key": "abc", "b": 1}', "X-Auth: a"]
+    assert redact_command(secrets) == ['{"api_key": "...", "b": 1}', "X-Auth:..."]

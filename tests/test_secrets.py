@@ -13,7 +13,7 @@ from tests.test_meter import SMALL, TINY, measure
 
 # A text with a secret in it, whose distinctive part is between ‹ and ›.
 FORMS = """
-hf_‹AbCdEfGhIjKlMnOpQrStUvWxYz›
+hf_‹AbCdEfGhIjKlMnOpQrStUvWxYz01234567›
 ghp_‹16C7e42F292c6912E7710c838347Ae178B4a›
 github_pat_‹11ABCDEFG0123456789_abcdef›
 sk-‹proj-1234567890abcdefghij›
@@ -47,13 +47,24 @@ def test_a_secret_is_hidden_whatever_its_name(form):
 
 
 def test_what_is_no_secret_stays():
-    words = (
-        "--tokens 1e12 --tokenizer t.json --pass-type step --keys 3 tokens_per_step=8 mask-patch.py"
-    )
-    assert redact_command(words.split()) == words.split()
+    words = "--tokens 1e12 --tokenizer t.json --pass-type step --num-key-value-heads 8 --author me"
+    texts = "configs/hf_gpt2-tiny.json hf_llama-3.1 runs/en-sk-v100 sk-learn-2024 basic attention"
+    assert redact_command(words.split()) == words.split() and redact_text(texts) == texts
     kept = {"tokens_per_step": 8, "num_key_value_heads": 4, "ignored_keys": ["a"], "path": "x/y",
-            "note": "https://host/x?step=3", "hf_names": "hf", "risk-free": "task-1"}  # fmt: skip
+            "note": "https://host/x?step=3&design=4", "pad_token": "<pad>", "eos_token_id": 5,
+            "key_layout": "bhsd", "forward_pass": "fused", "author": "me", "sac_freq": "1/4"}  # fmt: skip
     assert redact(kept) == kept
+    hidden = {
+        "password": 123,
+        "token": {"value": "x"},
+        "api_keys": ["a"],
+        "passphrase": "y",
+        "hub_token": "t",
+    }
+    assert "x" not in str(redact(hidden).values()).replace("dict_values", "") and "123" not in str(
+        redact(hidden)
+    )
+    assert redact_text("postgres://u:pa/ss@h/db token=plainS3") == "postgres://...@h/db token=..."
 
 
 def test_no_file_has_a_planted_secret(tmp_path, monkeypatch, output_of):

@@ -84,14 +84,14 @@ def optimizer_step(
 ) -> Tensor:
     """Clip gradients to `max_norm` (0: leave them) and step; returns their norm, without a sync.
 
-    `gradients` completes and measures those of ranks that share a batch (a layout's).
+    `gradients` (parallel/layout.py, or None) sums over tp what FSDP did not, and has the norm.
 
     With a scaler the gradients come multiplied by its scale; the norm returned is without it, and
     not finite where fp16 overflowed.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    norm = gradient_norm(parameters) if gradients is None else gradients.norm()
+    norm = gradient_norm(parameters) if gradients is None else gradients.complete_and_norm()
     scale = 1.0 if scaler is None else scaler.scale.clone()
     if scaler is not None:
         scaler.before_step(optimizer, norm)

@@ -18,10 +18,10 @@ def apply_recompute(
 ) -> None:
     """Let the chosen blocks drop activations in forward and recompute them in backward, in place.
 
-    `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest; what tp ranks
-    gathered is gathered again. Unless blocks are `compiled`, the choice of experts is kept. The block's
-    forward is replaced, not the block, so that parameter names stay as they are. Apply before
-    compilation and before sharding. FP8 libraries have checkpoints that ignore the options.
+    `block` recomputes everything. `op` keeps the outputs of matmuls, attention and collectives, but what
+    tp ranks gathered is gathered again. Unless blocks are `compiled`, the choice of experts is kept. The
+    block's forward is replaced, not the block, so that parameter names stay as they are. FP8 libraries
+    have checkpoints that ignore the options.
     """
     in_attention, beside = model.config.attention_dropout, model.config.residual_dropout
     # A recomputation must draw the same random numbers again.

@@ -5,25 +5,35 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Names of variables, settings and flags whose values are secret.
+# Names of variables, settings and flags whose values are secret. A key is at the end of its name: the
+# key of num_key_value_heads is none. Tokens with a meaning for a tokenizer are none either.
 SECRET = re.compile(
-    r"token(?!iz|s)|secret|key(?![a-z])|auth|passw|pass(?![\w-])|credential|bearer|cookie|webhook|signature"
-    r"|(?<![a-z])(?:pw|pwd|pat|sig)(?![a-z])", re.I)  # fmt: skip
+    r"(?<!pad.)(?<!bos.)(?<!eos.)(?<!unk.)(?<!sep.)(?<!cls.)(?<!mask.)token(?!iz|s(?!ecret)|_id|_type|_index)"
+    r"|secret|api.?keys?$|(?<![a-z])key(?:_id)?$|auth(?!ors?(?![a-z]))|passw|passphrase|^-*pass$|credential|bearer"
+    r"|(?:db|user|http|proxy|smtp|sql|root|admin)_?pass$|cookie|webhook|(?<![a-z])(?:pw|pwd|pat|sig|signature)$",
+    re.I,
+)
+# Numbers under these names are secret too.
+_NUMBERS = re.compile(r"passw|secret|pwd|passphrase|(?<![a-z])pin$", re.I)
 # A name like these before `=` or `:` in any text has a secret behind it.
-_NAMED = "api.?key|secret|passw(?:or)?d|pwd|(?:access|auth|hub|hf|api)[_-]?token|bearer"
-_SERVICES = r"hf_|gh[opsur]_|github_pat_|glpat-|xox[abeprs]-|sk-|nvapi-"
+_NAMED = (
+    r"api.?keys?|secret|passw(?:or)?d|passphrase|pwd"
+    r"|(?<![a-z])(?:[a-z]*[_-])?(?<!pad_)(?<!eos_)(?<!bos_)token"
+)
+_SIGNED = r"(?:[\w.-]*[_.-])?(?:sig|signature|token|key|secret|credential|password|code)"
 _WEBHOOKS = r"hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.]+/webhook\w*"
-_SIGNED = "(?i:sig|token|key|secret|credential|passw|code)"
 # Secrets under any name, and what is shown for them.
 _FORMS = [
-    (rf"\b(?:{_SERVICES})(?:(?=[\w-]*[A-Z\d])[\w-]{{4,}}|[a-z]{{16,}})", "..."),
+    (r"(?<![\w-])(?:hf_|gh[opsur]_)[A-Za-z0-9]{16,}", "..."),
+    (r"(?<![\w-])(?:github_pat_|glpat-|xox[abeprs]-|sk-|nvapi-)[\w-]{16,}", "..."),
     (r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\beyJ[\w-]{8,}\.[\w.-]+", "..."),  # AWS; a JSON web token
-    (r"://[^/@\s]+@", "://...@"),
-    (rf"([?&][\w.-]*{_SIGNED}[\w-]*=)[^&\s\"']+", r"\1..."),
+    (r"://(?:[^/\s:@]+:[^\s\"']+|[^/@\s]+)@", "://...@"),
+    (rf"(?i)([?&]{_SIGNED}=)[^&\s\"']+", r"\1..."),
     (rf"((?:{_WEBHOOKS})/)[^\s\"']+", r"\1..."),
-    (r"\b((?i:bearer|basic)\s+)[\w.~+/=-]{8,}", r"\1..."),
-    (rf"(?i)([\w-]*(?:{_NAMED})[\w-]*[\"']?\s*[=:]\s*[\"']?)[^\s\"',;&]+", r"\1..."),
-]
+    (r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?\w+\s+)[^\s\"']+", r"\1..."),
+    (r"(?i)\b(bearer\s+)(?=\S*\d)[\w.~+/=-]{8,}", r"\1..."),
+    (rf"(?i)((?:{_NAMED})[\"']?\s*[=:]\s*[\"']?)[^\s\"',;&]{{2,}}", r"\1..."),
+]  # fmt: skip
 
 
 def redact_text(text: str) -> str:
@@ -33,18 +43,16 @@ def redact_text(text: str) -> str:
     return text
 
 
-def redact(value: Any) -> Any:
-    """JSON data with its texts as `redact_text`; a text under a secret name is `...`."""
+def redact(value: Any, name: str = "") -> Any:
+    """JSON data with its texts as `redact_text`; under a secret name all texts are `...`."""
     if isinstance(value, dict):
-        return {redact_text(name): _redact_item(name, item) for name, item in value.items()}
+        names = {key: name if SECRET.search(name) else str(key) for key in value}
+        return {redact_text(str(key)): redact(item, names[key]) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redact(item) for item in value]
-    return redact_text(value) if isinstance(value, str) else value
-
-
-def _redact_item(name: str, item: Any) -> Any:
-    named = isinstance(item, str) and item and SECRET.search(name)
-    return "..." if named else redact(item)
+        return [redact(item, name) for item in value]
+    if isinstance(value, str):
+        return "..." if value and SECRET.search(name) else redact_text(value)
+    return "..." if value is not None and value is not True and _NUMBERS.search(name) else value
 
 
 def redact_command(arguments: Iterable[str]) -> list[str]:
@@ -55,17 +63,18 @@ def redact_command(arguments: Iterable[str]) -> list[str]:
     shown: list[str] = []
     follows = hidden = False  # whether a value follows, and whether this argument is one
     for argument in arguments:
-        hidden = (follows and not argument.startswith("--")) or (
-            hidden and not argument.startswith("-")
-        )
-        argument = "..." if hidden else redact_text(argument)
-        name = re.search(rf"(?:{SECRET.pattern})[^=:\s]*[=:\s]", argument, re.I)
-        follows = (
-            argument.endswith(name[0])
-            if name
-            else argument.startswith("-") and bool(SECRET.search(argument))
-        )
-        shown.append(argument[: name.end()] + "..." if name and not follows else argument)
+        is_value = follows and not argument.startswith("--")
+        hidden = is_value or (hidden and not argument.startswith("-"))
+        follows = False
+        name = re.match(r"(?:--[\w.-]+=)?([\w.-]+)([=:])(.*)", argument)
+        if hidden:
+            argument = "..."
+        elif name and SECRET.search(name[1]):
+            follows = not name[3]
+            argument = argument[: name.end(2)] + "..." * bool(name[3])
+        elif argument.startswith("-") and SECRET.search(argument):
+            follows = True
+        shown.append(redact_text(argument))
     return shown
 
 

@@ -368,7 +368,7 @@ class Work:
 
     @property
     def gathered_tokens(self) -> int:
-        """Those of all ranks that share heads: what attention's and the MLP's first layers see."""
+        """Those of all tp ranks: what attention's and the MLP's first layers see."""
         return self.batch.micro_tokens // self.parallelism.cp
 
     def stage_layers(self, stage: int) -> range:

@@ -423,8 +423,8 @@ class Gradients:
         self.weights = torch.tensor([1 / n for n in ranks_with_same_shard], device=device)
 
     @torch.no_grad()
-    def norm(self) -> Tensor:
-        """Complete the gradients, and return the norm over all ranks."""
+    def complete_and_norm(self) -> Tensor:
+        """Sum over tp what FSDP did not, in place, and return the norm over all ranks."""
         self._sum_tied()
         self._sum_partial()
         return gradient_norm(self.parameters, self.weights)

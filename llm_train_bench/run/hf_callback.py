@@ -41,6 +41,7 @@ class HFMeterCallback(TrainerCallback):
         self._counts = "tokens_per_step" not in options
 
     def on_train_begin(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
+        self._stop(RuntimeError("another training began"))
         model: nn.Module = kwargs["model"]
         sizes = getattr(args, "parallelism_config", None)
         shared = any(getattr(sizes, name, 1) > 1 for name in ("tp_size", "cp_size", "sp_size"))
@@ -110,8 +111,8 @@ class HFMeterCallback(TrainerCallback):
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._meter is not None:
-            with self._meter.paused():  # it has ended
-                pass
+            with contextlib.suppress(RuntimeError), self._meter.paused():  # it has ended
+                pass  # (after an error of the training, the meter is inside a step)
 
     on_save = on_evaluate
 

@@ -54,7 +54,7 @@ def measure(
 
     `step_fn(step, phase)` is one optimizer step (build_step). Between the first and the last measured
     step nothing but training happens: no synchronisation, no evaluation; files and screen are served
-    about once a second. The validation loss is taken before the first step and after the last one.
+    every two seconds at most. The validation loss is taken before the first step and after the last one.
     """
     schedule, work = run.schedule, run.plan.work
     captures = build_capture(run, model)
@@ -186,7 +186,7 @@ def build_passes(
     amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
     micro_batches = repeating_last(micro_batches)
     # Ranks that share a batch each add a part of its gradient; otherwise FSDP and DDP average.
-    share = work.parallelism.ranks if work.parallelism.divided else 1
+    loss_divisor = work.parallelism.ranks if work.parallelism.divided else 1
     balances = bool(work.config.experts and work.config.experts.aux_loss)
 
     def passes(step: int) -> Tensor:
@@ -194,7 +194,7 @@ def build_passes(
         if balances:
             scale = 1.0 if scaler is None else scaler.scale
             for mixture in mixtures(model):
-                mixture.scale_balance_loss(scale / n_micro / share)
+                mixture.scale_balance_loss(scale / n_micro / loss_divisor)
         for micro in range(n_micro):
             run.begin_micro_step(step)
             with log.part("data"):
@@ -209,7 +209,7 @@ def build_passes(
                 if train:
                     with log.part("backward"):
                         loss = loss if scaler is None else loss * scaler.scale
-                        (loss if share == 1 else loss / share).backward()
+                        (loss if loss_divisor == 1 else loss / loss_divisor).backward()
                 else:
                     reshard(sharded)
         return total

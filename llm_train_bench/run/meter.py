@@ -48,6 +48,12 @@ def _index(value: Any) -> Any:
     return value
 
 
+def _integer(name: str, value: Any) -> int:
+    if not isinstance(index := _index(value), int):
+        raise TypeError(f"Meter: step.{name}={value!r:.80}: must be an integer")
+    return index
+
+
 Integer = Annotated[int, BeforeValidator(_index)]
 Count = Annotated[Integer, Field(ge=1, le=10**15)]
 Setting = bool | int | FiniteFloat | str | None
@@ -171,12 +177,14 @@ class Meter:
 
     def start(self) -> Self:
         """Begin the first step. Another Meter that was not stopped ends here, as failed."""
-        self._require(NEW, "start")
+        if self._state != NEW:
+            raise RuntimeError("Meter: cannot be used twice; create a new one")
         if Meter._open:
-            Meter._open.stop(RuntimeError("another Meter began"))
+            with contextlib.suppress(Exception):  # its directory may be gone
+                Meter._open.stop(RuntimeError("another Meter began"))
         self._record.__enter__()
         Meter._open, self._state, self._process = self, BETWEEN, os.getpid()
-        atexit.register(self._stop_with_process)
+        atexit.register(self._stop_with_process, getattr(sys, "last_value", None))
         self._signals = []
         if threading.current_thread() is threading.main_thread():  # or nothing would be written
             default = [
@@ -224,6 +232,8 @@ class Meter:
         of theirs, and its tokens are the sum. RuntimeError inside another step, or after the end.
         """
         self._require(BETWEEN, "step")
+        if every < 1:
+            raise ValueError(f"Meter.step: every={every}: must be 1 or more")
         told, self._state = MeterStep(), IN_STEP
         if self._n < self._window_end:
             self._record.log.mark("data")
@@ -232,10 +242,11 @@ class Meter:
         try:
             yield told
             self._micro_batches.append(told)
-            if len(self._micro_batches) >= every:
+            if self._state == IN_STEP and len(self._micro_batches) >= every:
                 self._finish_step(self._micro_batches)
                 self._micro_batches = []
         except BaseException as error:
+            self._micro_batches = []
             self._trace.__exit__(type(error), error, None)
             raise
         finally:
@@ -252,10 +263,12 @@ class Meter:
             raise RuntimeError(
                 "Meter.paused: must be called between two steps, not two micro batches"
             )
-        yield
-        if self._n < self._window_end:
-            self._paused |= self._n >= self._warmup_steps
-            self._record.log.start()
+        try:
+            yield
+        finally:
+            if self._state == BETWEEN and self._n < self._window_end:
+                self._paused |= self._n >= self._warmup_steps
+                self._record.log.start()
 
     def _require(self, state: str, call: str) -> None:
         if self._state != state:
@@ -272,14 +285,15 @@ class Meter:
         on_gpu = (
             isinstance(loss, Tensor) and loss.is_cuda
         )  # it is read once the GPU has passed the step
-        loss = loss.detach().reshape(1) if on_gpu else loss if loss is None else float(loss)
-        tokens = [operator.index(step.tokens) for step in told if step.tokens is not None]
+        loss = loss.detach() if isinstance(loss, Tensor) else loss
+        loss = loss.reshape(1) if on_gpu else loss if loss is None else float(loss)
+        tokens = [_integer("tokens", step.tokens) for step in told if step.tokens is not None]
         total = sum(tokens) if tokens else self._tokens_per_step
         if total is None or total < 1 or min(tokens, default=1) < 0:
             raise ValueError(
                 f"Meter: tokens={total}: give tokens_per_step, or set each step's to 1 or more"
             )
-        self._lengths |= {operator.index(step.seq_len) for step in told if step.seq_len}
+        self._lengths |= {_integer("seq_len", step.seq_len) for step in told if step.seq_len}
         record.result.loss_known |= loss is not None
         if in_window and profiler_is_on():
             record.result.remark("a profiler was on in the window", "invalid")
@@ -330,9 +344,12 @@ class Meter:
                 f"mfu and TFLOP/s are null: {why if self._config else 'give config or flops_per_token'}"
             )
 
-    def _stop_with_process(self) -> None:
-        ended = self._n < self._window_end and RuntimeError("the process ended before the loop did")
-        self.stop(getattr(sys, "last_value", None) or ended or None)
+    def _stop_with_process(self, last_error: BaseException | None) -> None:
+        error = getattr(sys, "last_value", None)
+        if error is last_error:
+            whole = self._n >= self._window_end
+            error = None if whole else RuntimeError("the process ended before the loop did")
+        self.stop(error)
 
     def _stop_by_signal(self, number: int, frame: object) -> None:
         """Keep what was measured; then the signal ends the process, as it does without a Meter."""

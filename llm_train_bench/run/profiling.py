@@ -137,7 +137,8 @@ def traced(record: RunRecord, seen: Callable[[Trace], None]) -> Iterator[None]:
     except Exception as error:
         if not step_ended:
             raise
-        record.result.remark(f"{NOT_OBSERVED}: {classify(error).text}")
+        text = classify(error).text.replace(str(path), path.name)
+        record.result.remark(f"{NOT_OBSERVED}: {text}")
     finally:
         path.unlink(missing_ok=True)
 

@@ -127,7 +127,7 @@ class RunRecord:
         return 0
 
     def open_window(self, heat_s: float = 0.0, probe: bool = True) -> None:
-        """The measured window begins (Window.open); with several ranks all must come here."""
+        """The measured window begins (MeasuredWindow.open); with several ranks all must come here."""
         synchronize(self.device)
         self.log.drain()
         warmup_s = sum(s.step_time_s for s in self.log.steps)

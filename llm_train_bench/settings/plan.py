@@ -539,9 +539,11 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
         if work.config.activation not in TE_ACTIVATIONS:
             raise UsageError(f"--linear te: Transformer Engine has no {work.config.activation}")
         return name
-    able = platform == "cpu" and work.amp == "off"
+    able = platform == "cpu" and work.amp == "off" and work.parallelism.tp == 1
     if name == "onednn" and not able:
-        raise UsageError("--linear onednn: is for fp32 on a CPU; use --device cpu --amp off")
+        raise UsageError(
+            "--linear onednn: is for fp32 on a CPU, without --tp; use --device cpu --amp off"
+        )
     if name == "auto":
         operations = 6 * sum(block_parameters(work.config)) * work.batch.micro_tokens
         name = "onednn" if operations > LONG_STEP and machine.made_by_amd() else "plain"
