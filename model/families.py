@@ -86,8 +86,8 @@ class Reader(Keys):
             elif isinstance(default, list):
                 self.values[key] = self.only(name, *default)
             else:
-                places = f"{self.model_type}.{key}", key, key.split("_")[-1]
-                rules = [RULES[place] for place in places if place in RULES]
+                names = f"{self.model_type}.{key}", key, key.split("_")[-1]
+                rules = [RULES[name] for name in names if name in RULES]
                 rule = rules[0] if rules else BY_TYPE.get(type(default), Keys.integer)
                 self.values[key] = rule(self, name, default)
 

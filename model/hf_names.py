@@ -135,17 +135,19 @@ def hf_tensors(
         kind = "e_score_correction_bias" if kind == "correction" else kind
         default = f"self_{part}" if part.startswith("attn") else part
         found = [f"{name}.{kind}" for name in names.get(part, default).split()]
-    places = segments_of_files(config, part)
-    if places is None:
+    segments_and_groups = segments_of_files(config, part)
+    if segments_and_groups is None:
         each = [(number,) for number in range(n_segments)]
-        places = [(segment, 1) for segment in (each if len(found) > 1 else [sum(each, ())])]
+        segments_and_groups = [
+            (segment, 1) for segment in (each if len(found) > 1 else [sum(each, ())])
+        ]
     transposed = kind == "weight" and (
         (config.model_type == "gpt2" and "." in module)
         or (config.model_type == "gpt_oss" and module.startswith("mlp.experts."))
     )
     return tuple(
-        HfTensor(prefix + name, *place, transposed)
-        for name, place in zip(found, places, strict=True)
+        HfTensor(prefix + name, *segment_groups, transposed)
+        for name, segment_groups in zip(found, segments_and_groups, strict=True)
     )
 
 

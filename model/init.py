@@ -88,8 +88,8 @@ def fill_normal(values: Tensor, std: float, key: str) -> None:
     pairs = (len(out) + 1) // 2
     at_once = min(GPU_HASHES if out.device.type == "cuda" else CPU_HASHES, pairs)
     options = {"dtype": torch.int32, "device": out.device}
-    places, indices = torch.arange(at_once, **options), torch.empty(2 * at_once, **options)
-    h, spare = torch.empty_like(places), torch.empty_like(places)
+    positions, indices = torch.arange(at_once, **options), torch.empty(2 * at_once, **options)
+    h, spare = torch.empty_like(positions), torch.empty_like(positions)
 
     def mix(shift: int) -> Tensor:
         """The hashes, XORed in place by themselves, shifted right with zeros coming in."""
@@ -97,7 +97,7 @@ def fill_normal(values: Tensor, std: float, key: str) -> None:
         return h.bitwise_xor_(spare.bitwise_and_(2 ** (32 - shift) - 1))
 
     for start in range(0, pairs, at_once):
-        torch.add(places, _signed(start), out=h)
+        torch.add(positions, _signed(start), out=h)
         h.bitwise_xor_(first)
         mix(16).mul_(_signed(0x85EBCA6B))
         mix(13).mul_(_signed(0xC2B2AE35))

@@ -34,8 +34,8 @@ class Documents:
 
     def positions(self, device: torch.device) -> Tensor:
         """(B, T) positions within the documents."""
-        places = torch.arange(self.starts.shape[1]) - self.starts
-        return places.to(device, non_blocking=True)
+        positions = torch.arange(self.starts.shape[1]) - self.starts
+        return positions.to(device, non_blocking=True)
 
 
 class Positions(NamedTuple):
@@ -64,15 +64,15 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class Permute(OwnFunction):
-    """Rows (N, d), `k` times each, to rows (N k, d) in an `order`; `places` is its inverse.
+    """Rows (N, d), `k` times each, to rows (N k, d) in an `order`; `undo` is its inverse.
 
     PyTorch's own gradient of this indexing adds rows up one by one. This one is a gather, and a sum if
     there are several of each.
     """
 
     @staticmethod
-    def forward(ctx, rows, order, places, k):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(places)
+    def forward(ctx, rows, order, undo, k):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(undo)
         ctx.k = k
         return rows[order if k == 1 else order // k]
 
@@ -119,13 +119,13 @@ class Layout:
     def dispatch(self, tokens: Tensor, index: Tensor, weights: Tensor, plan: Any) -> Any:
         """(N, d) tokens on their way to the experts chosen for them; only `run_experts` may read them."""
         order = index.flatten().argsort(stable=True)  # by expert, then by token
-        places = inverse(order)
-        return Permute.apply(tokens, order, places, index.shape[1]), order, places, weights
+        undo = inverse(order)
+        return Permute.apply(tokens, order, undo, index.shape[1]), order, undo, weights
 
     def run_experts(self, experts: nn.Module, sent: Any, plan: Any) -> Tensor:
         """The weighted sums (N, d) of `experts(rows, counts)` of what was sent, wherever they are."""
-        rows, order, places, weights = sent
-        out = Permute.apply(experts(rows, plan), places, order, 1)
+        rows, order, undo, weights = sent
+        out = Permute.apply(experts(rows, plan), undo, order, 1)
         out = out.unflatten(0, weights.shape) * weights[..., None]
         return out.sum(dim=1, dtype=out.dtype)  # or CUDA's autocast would sum to fp32
 

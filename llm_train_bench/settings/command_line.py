@@ -31,9 +31,10 @@ Parsed = TypeVar("Parsed")
 def parse_args(argv: Sequence[str], script: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
     script = Script(script)
-    words = with_file(argv, script, Args, script)[0]
-    args = parse_dataclass(Args, words, script, script)
-    if script is Script.PP and args.grad_acc_steps == 1 and "grad_acc_steps" in given_fields(words):
+    arguments = with_file(argv, script, Args, script)[0]
+    args = parse_dataclass(Args, arguments, script, script)
+    one = args.grad_acc_steps == 1 and "grad_acc_steps" in given_fields(arguments)
+    if script is Script.PP and one:
         raise UsageError(
             "--grad-acc-steps 1: a pipeline needs as many micro batches as stages, or more; leave it out "
             "for 2 x --pp"
@@ -53,21 +54,21 @@ def with_file(
         return argv, None
     from llm_train_bench.settings.run_file import split_from  # needs YAML
 
-    words, file = split_from(argv, script)
-    if "config" not in parse_words(kind, words, prog):
+    arguments, file = split_from(argv, script)
+    if "config" not in parse_words(kind, arguments, prog):
         if file.config is None:
             raise UsageError("--from: its file names no config; give the model's config")
-        words = [file.config, *words]
-    return [*words, *to_argv(file.flags)], file
+        arguments = [file.config, *arguments]
+    return [*arguments, *to_argv(file.flags)], file
 
 
 def asked_for(argv: Sequence[str]) -> tuple[str, str] | None:
     """`help` and its topic, or `version`, if a command line asks for one of them."""
-    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        name, _, topic = word.partition("=")
+    for arg, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        name, _, topic = arg.partition("=")
         if name in ("--help", "-h"):
             return "help", topic or ("" if following.startswith("-") else following)
-        if word in ("--version", "-V"):
+        if arg in ("--version", "-V"):
             return "version", ""
     return None
 
@@ -101,27 +102,28 @@ def parse_dataclass(
 
 def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
     """The values of the flags on a command line by name; UsageError for what cannot be parsed."""
-    flags, words = declared(kind), list(argv)
+    flags, arguments = declared(kind), list(argv)
     values: dict[str, Any] = {}
-    places = [name for name, flag in flags.items() if flag.positional]
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            if not word:
+    positionals = [name for name, flag in flags.items() if flag.positional]
+    while arguments:
+        arg = arguments.pop(0)
+        if not arg.startswith("--"):
+            if not arg:
                 raise UsageError("an argument: is empty; was a variable of the shell not set?")
-            place = next((n for n in places if flags[n].many or n not in values), None)
-            if place is None or word[0] == "-":
-                raise UsageError(f"{word}: unexpected argument; see {prog} --help")
-            values[place] = (*values.get(place, ()), word) if flags[place].many else word
+            positional = next((n for n in positionals if flags[n].many or n not in values), None)
+            if positional is None or arg[0] == "-":
+                raise UsageError(f"{arg}: unexpected argument; see {prog} --help")
+            several = flags[positional].many
+            values[positional] = (*values.get(positional, ()), arg) if several else arg
             continue
-        _, equals, inline = word.partition("=")
-        name = field_of(word)
+        _, equals, inline = arg.partition("=")
+        name = field_of(arg)
         texts = [inline]
         if not equals:
-            texts = list(itertools.takewhile(lambda text: not text.startswith("--"), words))
+            texts = list(itertools.takewhile(lambda text: not text.startswith("--"), arguments))
         flag = flags.get(name)
         if flag is None or flag.positional:
-            raise _unknown(word, texts, flags, prog)
+            raise _unknown(arg, texts, flags, prog)
         if flag.annotation is bool:
             if equals or (texts and texts[0].lower() in ("true", "false", "yes", "no", "1", "0")):
                 raise UsageError(f"{flag_of(name)}: takes no value; leave out {equals}{texts[0]}")
@@ -132,7 +134,7 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
         if not flag.many:
             texts = texts[:1]
         if not equals:
-            del words[: len(texts)]
+            del arguments[: len(texts)]
         if "" in texts:
             raise UsageError(f"{flag_of(name)}: is empty; was a variable of the shell not set?")
         if not texts:
@@ -142,24 +144,24 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
     return values
 
 
-def _unknown(word: str, texts: Sequence[str], flags: Mapping[str, Flag], prog: str) -> UsageError:
+def _unknown(arg: str, texts: Sequence[str], flags: Mapping[str, Flag], prog: str) -> UsageError:
     """What to say of a flag that `prog` does not have, and of the words after it."""
-    written = flag_of(field_of(word))
-    ours = (replacement(word) or written).split()[0].strip(",:")
+    written = flag_of(field_of(arg))
+    ours = (replacement(arg) or written).split()[0].strip(",:")
     if field_of(ours) in declared(Args).keys() - flags.keys():
         value = texts[0] if texts and not texts[0].startswith("-") else "VALUE"
         use = f"use --set {ours[2:]}={value}" if "set" in flags else "it is a flag of train.py"
         return UsageError(f"{written}: no such flag of {prog}; {use}")
     own = [n for n, f in flags.items() if prog not in set(Script) or prog in f.scripts]
-    hint = no_such_flag(word, own)
+    hint = no_such_flag(arg, own)
     return UsageError(f"{written}: {hint}" + ("" if ";" in hint else f"; see {prog} --help"))
 
 
 def allowed(flag: Flag) -> str:
     """The values that a flag takes, in words."""
     names: dict[Any, Any] = {int: "a whole number", float: "a number", str: "text"}
-    *words, last = (names.get(o, o) for o in flag.options)
-    return f"{', '.join(words)} or {last}" if words else last
+    *others, last = (names.get(o, o) for o in flag.options)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _value(written: str, flag: Flag, text: str) -> Any:
@@ -170,5 +172,7 @@ def _value(written: str, flag: Flag, text: str) -> Any:
         pass
     if right := VALUES.get(f"{written} {text}"):
         raise UsageError(f"{written} {text}: no such value; use {right}")
-    near = did_you_mean(text.lower(), [word for word in flag.options if isinstance(word, str)])
+    near = did_you_mean(
+        text.lower(), [option for option in flag.options if isinstance(option, str)]
+    )
     raise UsageError(f"{written} {text}: must be {allowed(flag)}{near}")

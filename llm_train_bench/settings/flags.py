@@ -509,28 +509,28 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def field_of(word: str) -> str:
+def field_of(arg: str) -> str:
     """A word of the command line as a field: seq_len for --seq-len=4096."""
-    return word.partition("=")[0].lstrip("-").replace("-", "_")
+    return arg.partition("=")[0].lstrip("-").replace("-", "_")
 
 
 def given_fields(argv: Iterable[str]) -> list[str]:
     """The flags of a command line, as fields."""
-    return [field_of(word) for word in argv if word.startswith("--")]
+    return [field_of(arg) for arg in argv if arg.startswith("--")]
 
 
 def to_argv(flags: Mapping[str, Any]) -> list[str]:
     """Flags as a command line: true is the bare flag, false and null leave it out."""
-    words = []
+    arguments = []
     for name, value in flags.items():
         flag = flag_of(name)
         if value is True:
-            words.append(flag)
+            arguments.append(flag)
         elif isinstance(value, list | tuple):
-            words += [flag, *map(str, value)] if value else []
+            arguments += [flag, *map(str, value)] if value else []
         elif value is not None and value is not False:
-            words += [flag, str(value)]
-    return words
+            arguments += [flag, str(value)]
+    return arguments
 
 
 def check_bounds(args: Any, given: Collection[str] = ()) -> None:

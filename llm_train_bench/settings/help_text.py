@@ -33,8 +33,8 @@ def help_text(kind: type, prog: str, script: Script | None, topic: str = "") -> 
     """
     flags, groups = declared(kind), _groups(kind, script)
     shown = [name for _, names in groups.values() for name in names]
-    places = [str(flags[n].metavar) for n in flags if flags[n].positional]
-    head = [f"usage: {' '.join([prog, *places])} [flags]", "", *_summary(kind, prog)]
+    positionals = [str(flags[n].metavar) for n in flags if flags[n].positional]
+    head = [f"usage: {' '.join([prog, *positionals])} [flags]", "", *_summary(kind, prog)]
     everything = [*head, *_sections(kind, groups)]
     if topic == "all" or (not topic and len(everything) <= ROWS):
         return "\n".join(everything)

@@ -87,17 +87,17 @@ def split_from(argv: Sequence[str], script: Script | None) -> tuple[list[str], R
     FILE is a run's result.json, or YAML or JSON with `config`, flags and optionally the `script`, which
     must then be the given one, if any.
     """
-    words = list(argv)
-    places = [i for i, word in enumerate(words) if word == "--from" or word.startswith("--from=")]
-    i = places[0]
-    name = words[i].partition("=")[2] or (words[i + 1] if i + 1 < len(words) else "")
-    if len(places) > 1 or not name or name.startswith("--"):
+    arguments = list(argv)
+    positions = [i for i, arg in enumerate(arguments) if f"{arg}=".startswith("--from=")]
+    i = positions[0]
+    name = arguments[i].partition("=")[2] or (arguments[i + 1] if i + 1 < len(arguments) else "")
+    if len(positions) > 1 or not name or name.startswith("--"):
         raise UsageError("--from takes one file: a result.json, or YAML with config and flags")
-    del words[i : i + (1 if "=" in words[i] else 2)]
+    del arguments[i : i + (1 if "=" in arguments[i] else 2)]
     file = _run_file(Path(name))
     if script and file.script not in (None, script):
         raise UsageError(f"--from {name}: is for {file.script}; run that, or leave out its script")
-    later = given_fields(words)
+    later = given_fields(arguments)
     for flag, value in file.unknown.items():
         if flag not in later:
             lacks = "value" if flag in defaults(Args) else "flag"
@@ -111,7 +111,7 @@ def split_from(argv: Sequence[str], script: Script | None) -> tuple[list[str], R
     if script is None:  # the caller decides how many ranks there are
         flags.pop("nproc", None)
     ranks = file.flags.get("nproc") or file.ranks
-    return words, dataclasses.replace(file, flags=flags, ranks=ranks)
+    return arguments, dataclasses.replace(file, flags=flags, ranks=ranks)
 
 
 def _run_file(path: Path) -> RunFile:
@@ -142,7 +142,7 @@ def _run_file(path: Path) -> RunFile:
             raise UsageError(
                 f"--from {path}: is an experiment, of several runs; use python sweep.py FILE"
             )
-        names = [field_of(word) for word in in_our_words([flag_of(key) for key in content])]
+        names = [field_of(arg) for arg in in_our_words([flag_of(key) for key in content])]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UsageError(f"--from {path}: {twice} stands twice, once by another tool's name")
         flags = dict(zip(names, content.values(), strict=True))
