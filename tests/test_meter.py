@@ -342,7 +342,7 @@ def test_bad_use_is_an_error_that_says_where(tmp_path, monkeypatch):
             step.loss = 1.0
         with one.step(every=2):
             pass
-        refused("not two micro batches", one.paused())
+        refused("not micro batches", one.paused())
         with two:  # as in a notebook, after a loop that failed
             refused("must be called between two steps; the meter is at its end", one.step())
     refused("cannot be used twice", one)
@@ -354,7 +354,7 @@ def test_bad_use_is_an_error_that_says_where(tmp_path, monkeypatch):
     two_losses = pytest.raises((ValueError, RuntimeError), match=r"one element|2 elements")
     with two_losses, meter_of() as meter, meter.step() as step:
         step.loss = torch.zeros(2)
-    with pytest.raises(ValueError, match="give tokens_per_step, or set each step's"):
+    with pytest.raises(ValueError, match="give tokens_per_step, or set the step's"):
         measure(tmp_path, tokens_per_step=None)
     with pytest.raises(ValueError, match="no such file"):
         Meter("no-model.json", **SMALL)
@@ -665,7 +665,7 @@ def test_a_training_goes_on_where_nothing_can_be_counted(tmp_path, capsys):
     trainer.args._n_gpu = 2
     begin = trainer.callback_handler.on_train_begin
     begin(trainer.args, trainer.state, trainer.control)
-    assert "nothing is measured: ranks must have a device" in capsys.readouterr().err
+    assert "nothing is measured: ranks must have devices" in capsys.readouterr().err
 
 
 def two_measured_trainings(rank, directory, port):

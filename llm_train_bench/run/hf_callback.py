@@ -47,25 +47,23 @@ class HFMeterCallback(TrainerCallback):
         shared = any(getattr(sizes, name, 1) > 1 for name in ("tp_size", "cp_size", "sp_size"))
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         if args.n_gpu > 1 or len(devices) > 1 or shared:  # tokens per device would be wrong
-            say(
-                "HFMeterCallback: nothing is measured: ranks must have a device and samples of their own"
-            )
+            say("HFMeterCallback: nothing is measured: ranks must have devices of their own")
             return
         options: dict[str, Any] = {"settings": _settings(args, model), "device": args.device}
         unknown = _why_flops_are_unknown(model)
-        number = sum(p.numel() for p in model.parameters())
-        options |= (
-            {"name": f"{type(model).__name__}-{number}"} if unknown else {"config": model.config}
-        )
+        options["config"] = None if unknown else model.config
+        if unknown:  # models of one class are not one model
+            number = sum(p.numel() for p in model.parameters())
+            options["name"] = f"{type(model).__name__}-{number}"
         self._meter = Meter(**options | self._options).start()
         if unknown and "flops_per_token" not in self._options:
             self._meter.result.remark(f"FLOPs are unknown: {unknown}; pass flops_per_token")
         # The Trainer multiplies by it after the pass, where it divided by the labels of all ranks.
         self._factor = args.world_size if args.average_tokens_across_devices else 1
-        # NCCL would wait for the GPU.
+        several = args.world_size > 1 and self._counts
         self._group = (
-            dist.new_group(backend="gloo") if args.world_size > 1 and self._counts else None
-        )
+            dist.new_group(backend="gloo") if several else None
+        )  # NCCL would wait for the GPU
         look: Any = torch.compiler.disable(self._look)  # or it would be compiled into the model
         self._hook = model.register_forward_hook(look, with_kwargs=True)
 
@@ -75,9 +73,8 @@ class HFMeterCallback(TrainerCallback):
             self._step = contextlib.ExitStack()
             self._told = self._step.enter_context(self._meter.step())
             rate = kwargs["optimizer"].param_groups[0]["lr"]
-            self._told.lr = (
-                rate if isinstance(rate, float) else None
-            )  # a tensor would be waited for
+            if isinstance(rate, float):  # a tensor would be waited for
+                self._told.lr = rate
 
     def _look(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """After a forward pass: its tokens and its loss."""

@@ -186,13 +186,11 @@ class Meter:
         Meter._open, self._state, self._process = self, BETWEEN, os.getpid()
         atexit.register(self._stop_with_process, getattr(sys, "last_value", None))
         self._signals = []
-        if threading.current_thread() is threading.main_thread():  # or nothing would be written
-            default = [
-                n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL
-            ]
-            self._signals = [
-                (number, signal.signal(number, self._stop_by_signal)) for number in default
-            ]
+        main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGTERM, signal.SIGHUP) if main else ():
+            if signal.getsignal(number) is signal.SIG_DFL:  # or nothing would be written
+                signal.signal(number, self._stop_by_signal)
+                self._signals.append(number)
         self._record.log.start()
         if not self._warmup_steps:
             self._record.open_window(probe=False)
@@ -204,17 +202,16 @@ class Meter:
             return
         measured, wanted = self._n - self._warmup_steps, self._window_end - self._warmup_steps
         if error is None and measured < wanted:
-            error = Incomplete(
-                f"the loop ended after {max(0, measured)} of {wanted} measured steps"
-            )
+            done = max(0, measured)
+            error = Incomplete(f"the loop ended after {done} of {wanted} measured steps")
             say(f"Meter: {error}")
             if measured >= 0:
                 self._close_window()
         self._state, Meter._open = ENDED, None
         atexit.unregister(self._stop_with_process)
-        for number, handler in self._signals:
+        for number in self._signals:
             if signal.getsignal(number) == self._stop_by_signal:
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_DFL)
         self._record.__exit__(type(error) if error else None, error, None)
 
     __enter__ = start
@@ -260,9 +257,7 @@ class Meter:
         """
         self._require(BETWEEN, "paused")
         if self._micro_batches:
-            raise RuntimeError(
-                "Meter.paused: must be called between two steps, not two micro batches"
-            )
+            raise RuntimeError("Meter.paused: must be called between steps, not micro batches")
         try:
             yield
         finally:
@@ -282,17 +277,14 @@ class Meter:
             return
         losses = [step.loss for step in told if step.loss is not None]
         loss: Any = sum(losses[1:], losses[0]) / len(losses) if losses else None
-        on_gpu = (
-            isinstance(loss, Tensor) and loss.is_cuda
-        )  # it is read once the GPU has passed the step
-        loss = loss.detach() if isinstance(loss, Tensor) else loss
-        loss = loss.reshape(1) if on_gpu else loss if loss is None else float(loss)
+        if isinstance(loss, Tensor) and loss.is_cuda:  # read once the GPU has passed the step
+            loss = loss.detach().reshape(1)
+        elif loss is not None:
+            loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         tokens = [_integer("tokens", step.tokens) for step in told if step.tokens is not None]
         total = sum(tokens) if tokens else self._tokens_per_step
         if total is None or total < 1 or min(tokens, default=1) < 0:
-            raise ValueError(
-                f"Meter: tokens={total}: give tokens_per_step, or set each step's to 1 or more"
-            )
+            raise ValueError(f"Meter: tokens={total}: give tokens_per_step, or set the step's")
         self._lengths |= {_integer("seq_len", step.seq_len) for step in told if step.seq_len}
         record.result.loss_known |= loss is not None
         if in_window and profiler_is_on():
@@ -336,13 +328,11 @@ class Meter:
             r.remark(keys)
         if palm := self._flops_of(seq_len):
             fill_flop_rates(r, palm, self._flops_of(seq_len, causal=True))
-        else:
-            why = (
-                f"samples have {sorted(self._lengths)} tokens" if self._lengths else "give seq_len"
-            )
-            r.remark(
-                f"mfu and TFLOP/s are null: {why if self._config else 'give config or flops_per_token'}"
-            )
+            return
+        why = "give seq_len" if self._config else "give config or flops_per_token"
+        if self._config and self._lengths:
+            why = f"samples have {sorted(self._lengths)} tokens"
+        r.remark(f"mfu and TFLOP/s are null: {why}")
 
     def _stop_with_process(self, last_error: BaseException | None) -> None:
         error = getattr(sys, "last_value", None)
