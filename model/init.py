@@ -55,6 +55,8 @@ def fill(
 
 
 LEVELS = 2**16
+# Shifts and odd factors of the hashes: MurmurHash3's 32-bit finaliser, and two more as in xxHash.
+ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 0x27D4EB2F), (15, 0x165667B1))
 # Hashes made at once: their temporary tensors fit a CPU's cache, or take 64 MiB on a GPU.
 CPU_HASHES, GPU_HASHES = 2**15, 2**22
 
@@ -99,11 +101,11 @@ def fill_normal(values: Tensor, std: float, key: str) -> None:
     for start in range(0, pairs, at_once):
         torch.add(positions, _signed(start), out=h)
         h.bitwise_xor_(first)
-        mix(16).mul_(_signed(0x85EBCA6B))
-        mix(13).mul_(_signed(0xC2B2AE35))
+        for shift, factor in ROUNDS[:2]:
+            mix(shift).mul_(_signed(factor))
         h.bitwise_xor_(_signed(second + (start >> 32) * 0x9E3779B1))
-        mix(16).mul_(_signed(0x27D4EB2F))
-        mix(15).mul_(_signed(0x165667B1))
+        for shift, factor in ROUNDS[2:]:
+            mix(shift).mul_(_signed(factor))
         mix(16)
         part = out[2 * start : 2 * (start + at_once)]
         indices.copy_(h.view(torch.int16)).add_(LEVELS // 2)

@@ -16,6 +16,7 @@ from llm_train_bench.base.documents import Packing, make_packing, starts_of
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import Windows, open_tokens
 from llm_train_bench.formulas.work import Batch, Work
+from llm_train_bench.model.init import ROUNDS
 from llm_train_bench.model.layout import Documents
 from llm_train_bench.model.loss import MASKED
 from llm_train_bench.settings.flags import DataFlags
@@ -51,11 +52,11 @@ class SyntheticTokens:
 
 
 def hash_ids(counter: Tensor, seed: int) -> Tensor:
-    """31-bit pseudo-random numbers of int64 counters, by MurmurHash3's 32-bit finaliser."""
+    """31-bit pseudo-random numbers of int64 counters, by the rounds of initial values."""
     mask = 0xFFFFFFFF
     # Counters above 2**32 (long runs) enter through their upper half too.
     h = (counter & mask) ^ ((counter >> 32) * 0x9E3779B1 & mask) ^ (seed * 0x85EBCA6B & mask)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 0x27D4EB2F), (15, 0x165667B1)):
+    for shift, factor in ROUNDS:
         h = (h ^ (h >> shift)) * factor & mask
     return (h ^ (h >> 16)) >> 1
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 from pydantic import ConfigDict
 
 from llm_train_bench.base.errors import printable_data
-from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.files import sync_to_disk, write_whole
 from llm_train_bench.base.redaction import redact, shown_text
 from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.results.schema import Attempt, Result, Status, Writer
@@ -44,8 +44,7 @@ class ResultFile:
         with self.spare.open("r+b" if self.spare.exists() else "wb") as f:
             f.write(content)
             f.truncate()
-            f.flush()
-            os.fsync(f.fileno())
+        sync_to_disk(self.spare)
 
     def write(self, result: Result, last: bool = False) -> None:
         """Write into the reserved blocks and rename; after the `last` write nothing is reserved."""

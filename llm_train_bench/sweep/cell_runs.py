@@ -15,7 +15,7 @@ from typing import Any
 
 from llm_train_bench.base.children import child
 from llm_train_bench.base.errors import one_line, printable, printable_data
-from llm_train_bench.base.files import ROOT, hold_lock, write_whole
+from llm_train_bench.base.files import ROOT, hold_lock, sync_to_disk, write_whole
 from llm_train_bench.base.machine import cpu_name, detect_platform, installed_version
 from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.json_files import parse_json, plain_text
@@ -200,5 +200,4 @@ class Rows:
         self.rows[row["key"]] = row
         with self.path.open("a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+        sync_to_disk(self.path)
