@@ -172,7 +172,8 @@ class PrecisionFlags:
     attention: Attention kernel. auto: blocks for short sequences on a CPU; otherwise PyTorch chooses.
         flex is for sliding windows. blocks is for a CPU, and keeps the probabilities for backward.
     linear: Library of the linear layers. In fp32 on a CPU: PyTorch's choice (plain) or oneDNN; auto
-        times both at the start. te: Transformer Engine without FP8, to compare its FP8 with.
+        is oneDNN for long steps on AMD's CPUs. te: Transformer Engine without FP8, to compare its
+        FP8 with.
     """
 
     device: Literal["auto", "cuda", "cpu"] = flag("auto", OUTPUT)
