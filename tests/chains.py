@@ -172,9 +172,7 @@ def chain(kind: str, name: str, draw: random.Random, top: Path, reference: Path)
         assert r.status == "ok", r.error
         firsts = [attempt.first_step for attempt in r.attempts]
         # An attempt that was killed in set-up is not there; one that torchrun started is not in `starts`.
-        begun = [
-            step for step in starts if step < STEPS
-        ]  # else it was finished, but for its processes
+        begun = [s for s in starts if s < STEPS]  # else it was finished, but for its processes
         assert firsts == sorted(firsts) and firsts[-1] >= begun[-1], (firsts, starts)
         assert restarts or {*firsts} <= {*starts}, (firsts, starts)
         ends = {str(attempt.ended).partition(":")[0] for attempt in r.attempts[:-1]}

@@ -68,11 +68,10 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
         apply_offload(model, work.offload, CPU, _Elsewhere())
         if work.fsdp:
             apply_fsdp(model, even.connect(CPU, 60.0), work)
+        norm = lambda x, shape, weight, eps: _FusedRmsNorm.apply(x, weight)  # noqa: E731
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
-            mock.patch.object(
-                F, "rms_norm", lambda x, shape, weight, eps: _FusedRmsNorm.apply(x, weight)
-            ),
+            mock.patch.object(F, "rms_norm", norm),
             mock.patch.object(Transformer, "rows_of", lambda model, ids: model.embed(ids)),
             mock.patch.object(F, "scaled_dot_product_attention", _attention),
             mock.patch.multiple(torch.Tensor, **_HOOKS),

@@ -87,9 +87,8 @@ def _run(argv: list[str], call: dict) -> int:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # pytest's log file is closed, and its number will be another file's.
-    for handlers in (
-        vars(logger).get("handlers", []) for logger in (logging.root, *LOGGERS.values())
-    ):
+    loggers = logging.root, *LOGGERS.values()
+    for handlers in (vars(logger).get("handlers", []) for logger in loggers):
         handlers[:] = [h for h in handlers if not type(h).__module__.startswith("_pytest")]
     os.closerange(3, 4096)
     os.chdir(call["cwd"] or ".")

@@ -23,15 +23,7 @@ from llm_train_bench.settings.rules import broken_rule
 from llm_train_bench.sweep.cell_runs import cell_key
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import differences, make_cells
-from tests.helpers import (
-    answers,
-    config,
-    plan_of,
-    remark_texts,
-    train_main,
-    trained,
-    words,
-)
+from tests.helpers import answers, config, plan_of, remark_texts, train_main, trained, words
 
 TINY = words(
     "configs/gpt2-tiny.json --seq-len 16 --bsz 1 --n-steps 2 --warmup-steps 1 --no-tensorboard"

@@ -31,9 +31,7 @@ def test_a_step_is_adamws_rounded_once_and_a_nan_stays_one():
     exact = wide * (1 - 0.01 * 0.1) - 0.01 * grad.sign()  # the first step of Adam
     torch.testing.assert_close(weight.detach().double(), exact, rtol=2**-8, atol=1e-6)
     state = optimizer.state[weight]
-    assert {key: state[key].dtype for key in ("exp_avg", "exp_avg_sq")} == dict.fromkeys(
-        ("exp_avg", "exp_avg_sq"), torch.bfloat16
-    )
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
     weight.grad = torch.full_like(weight, float("nan"))
     assert optimizer_step([weight], optimizer, 0.01, 0.5, None).isnan()
     assert weight.isnan().all()

@@ -45,10 +45,8 @@ def test_every_flag_has_help_and_there_are_few(capsys):
         assert end.value.code == 0
 
 
-TOOLS = {
-    tool.__name__ + ".py": tool
-    for tool in (check, compare, doctor, estimate, prepare_data, sweep, trace_report)
-}
+MODULES = check, compare, doctor, estimate, prepare_data, sweep, trace_report
+TOOLS = {f"{tool.__name__}.py": tool for tool in MODULES}
 
 
 def run(script: str, argv: list[str]) -> int:
@@ -97,11 +95,8 @@ def test_help_shows_a_group_a_flag_or_all(capsys):
     assert lines.index(next(line for line in lines if "--gpu NAME" in line)) < 12
 
 
-WRONG = [
-    line.rsplit(" -> ", 1)
-    for line in (ROOT / "tests/wrong_commands.txt").read_text().splitlines()
-    if not line.startswith("#")
-]
+LINES = (ROOT / "tests/wrong_commands.txt").read_text().splitlines()
+WRONG = [line.rsplit(" -> ", 1) for line in LINES if not line.startswith("#")]
 
 
 @pytest.mark.parametrize(("command", "message"), WRONG, ids=lambda text: text[:60])

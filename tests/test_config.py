@@ -66,12 +66,10 @@ def test_the_table_of_weights_is_what_every_family_builds(family):
     for shape in (plain, padded):
         with torch.device("meta"):
             built = dict(Transformer(shape, 8).named_parameters())
-        assert {n: w.shape for n, w in shape.weights.items()} == {
-            n: p.shape for n, p in built.items()
-        }
-        assert {w.name for w in learnt_weights(shape)} == {
-            n for n in built if built[n].requires_grad
-        }
+        shapes = {n: p.shape for n, p in built.items()}
+        assert {n: w.shape for n, w in shape.weights.items()} == shapes
+        learnt = {n for n, p in built.items() if p.requires_grad}
+        assert {w.name for w in learnt_weights(shape)} == learnt
     numbers = sum(math.prod(weight.shape) for weight in learnt_weights(plain))
     assert count_parameters(plain) == count_parameters(padded) == numbers
 

@@ -187,11 +187,8 @@ def test_who_takes_blocks_and_onednn(tmp_path):
 def test_long_steps_on_a_cpu_of_amd_are_by_onednn(tmp_path, monkeypatch):
     flags = words("--device cpu --amp off --bsz 2 --seq-len 32 --warmup-steps 1 --n-steps 2")
     config = helpers.write_config(tmp_path, FAMILIES["gpt2"])
-    for name, least, library in (
-        ("AMD X", 0, "onednn"),
-        ("AMD X", 1e99, "plain"),
-        ("Another", 0, "plain"),
-    ):
+    cases = ("AMD X", 0, "onednn"), ("AMD X", 1e99, "plain"), ("Another", 0, "plain")
+    for name, least, library in cases:
         monkeypatch.setattr(machine, "_processor", lambda name=name: (name, set()))
         monkeypatch.setattr("llm_train_bench.settings.plan.LONG_STEP", least)
         result = trained(tmp_path / f"{name}{least}", config, flags)

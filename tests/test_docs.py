@@ -131,10 +131,8 @@ def a_run(tmp_path_factory):
         rate = content["batch"]["tokens_per_step"] / seconds
         content["metrics"] |= dict(tokens_per_sec=rate, tokens_per_sec_per_gpu=rate,
             step_time_ci95_low_s=0.999 * seconds, step_time_ci95_high_s=1.001 * seconds)  # fmt: skip
-        content |= {
-            "run_name": name,
-            "step_times_s": [seconds, 1.01 * seconds, 0.99 * seconds] * 13,
-        }
+        times = [seconds, 1.01 * seconds, 0.99 * seconds] * 13
+        content |= {"run_name": name, "step_times_s": times}
         (out / name).mkdir()
         (out / name / "result.json").write_text(json.dumps(content))
     assert compare.main(words(out, "--save", out / "baselines.json")) == 0

@@ -27,15 +27,8 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import MEETING, Ranks, collective_timeout, find_ranks, join
 from llm_train_bench.results.result_files import complete_result
-from llm_train_bench.run import agent, launch, signals
-from llm_train_bench.run.failures import (
-    LOST,
-    classify,
-    first_error,
-    first_failure,
-    keep_error,
-    report,
-)
+from llm_train_bench.run import agent, failures, launch, signals
+from llm_train_bench.run.failures import LOST, classify, first_error, first_failure, keep_error
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.training_run import Run
@@ -433,7 +426,7 @@ def test_the_rank_that_failed_first_is_named(monkeypatch, tmp_path):
         path = tmp_path / f"{rank}.json"
         monkeypatch.setattr(time, "time", lambda: at_s)
         with mock.patch.dict(os.environ, TORCHELASTIC_ERROR_FILE=str(path)):
-            code = report(error, "x.py", Ranks(rank, 9, rank))
+            code = failures.report(error, "x.py", Ranks(rank, 9, rank))
         return ProcessFailure(rank, 0, code, str(path))
 
     def killed(rank, at_s, number):
@@ -443,10 +436,8 @@ def test_the_rank_that_failed_first_is_named(monkeypatch, tmp_path):
     def first(*failures):
         return first_failure({failure.local_rank: failure for failure in failures})["text"]
 
-    cause, by_agent = (
-        reported(3, 1000.2, MemoryError()),
-        reported(4, 1000.3, Interrupted("SIGTERM")),
-    )
+    cause = reported(3, 1000.2, MemoryError())
+    by_agent = reported(4, 1000.3, Interrupted("SIGTERM"))
     told, late = killed(5, 1000.3, signal.SIGTERM), killed(6, 1031, signal.SIGKILL)
     assert first(cause, by_agent, told, late).startswith("out of memory")
     shot = killed(2, 1001.1, signal.SIGKILL)  # seen after the others had noticed

@@ -133,14 +133,10 @@ def test_balanced_routing_is_the_same_on_every_layout():
 
 def test_a_correction_follows_the_loads_of_its_step_alone():
     mlp = MixtureOfExperts(config("deepseek_v3", router_bias_update_rate=0.01))
-    for others in (1.0, 2.0):  # after both steps the first expert still has had the most rows
-        # The second step's own rows make all equal, then.
-        mlp.load.add(
-            torch.tensor([9.0] + 7 * [1.0]) if others == 1 else torch.tensor([0.0] + 7 * [1.0])
-        )
+    for rows, first in ((9.0, -0.01), (0.0, 0.0)):  # the first expert has had the most in both
+        mlp.load.add(torch.tensor([rows] + 7 * [1.0]))
         update_corrections(mlp)
-        expected = torch.tensor([-0.01] + 7 * [0.01]) if others == 1 else torch.zeros(8)
-        assert torch.equal(mlp.router.correction, expected)
+        assert torch.equal(mlp.router.correction, torch.tensor([first] + 7 * [-first]))
 
 
 def test_biases_of_stacked_experts_do_not_decay():

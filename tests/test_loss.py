@@ -153,15 +153,10 @@ def test_ranks_with_parts_of_the_vocabulary_have_the_loss_of_all(missing, dtype)
     sums: list[torch.Tensor] = []
     for joins in (False, True):  # first each rank's sums, then with those of all
         given = lambda x, j=joins: torch.stack(sums).sum(0) if j else (sums.append(x), x)[1]  # noqa: E731
+        shards = [head.VocabShard(a, 2, 11, given, lambda x: top.float()) for a, _ in parts]
         made = [
-            head.sharded_logits_loss(
-                head.VocabShard(a, 2, 11, given, lambda x: top.float()),
-                x.clone(),
-                labels,
-                b - a,
-                True,
-            )
-            for x, (a, b) in zip(own, parts, strict=True)
+            head.sharded_logits_loss(shard, x.clone(), labels, b - a, True)
+            for shard, x, (a, b) in zip(shards, own, parts, strict=True)
         ]
     for (loss, grad), (a, b) in zip(made, parts, strict=True):
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)

@@ -166,10 +166,7 @@ def test_looking_changes_nothing_that_is_saved_exported_validated_or_reported(tm
         shutil.rmtree(out / "a/checkpoints/step-00000006")
         assert run_train(*argv, "--run-name", "b", "--resume", out / "a") == 0
         for path in sorted(out.rglob("*")):
-            if path.suffix in (
-                ".safetensors",
-                ".distcp",
-            ):  # others have times and names of their own
+            if path.suffix in (".safetensors", ".distcp"):  # others have times and names
                 left.setdefault(str(path.relative_to(out)), []).append(path.read_bytes())
         for run in ("a", "b"):
             r = helpers.result_of(out / run)

@@ -119,10 +119,8 @@ def write_runs(directory: Path, slower: float = 1.0) -> None:
     for i, (hardware, flags, speed, gib, joules, n) in enumerate(SETTINGS):
         for k in range(n):
             r, rate = json.loads(plain), 5e4 * speed * slower * (1 + 0.003 * ((i + 2 * k) % 7 - 3))
-            times = [
-                128 / rate * (1 + 0.01 * ((j * (k + 3)) % 7 - 3))
-                for j in range(35 + 115 * (k == 1))
-            ]
+            steps = range(35 + 115 * (k == 1))
+            times = [128 / rate * (1 + 0.01 * ((j * (k + 3)) % 7 - 3)) for j in steps]
             r["run_name"], r["step_times_s"] = f"run-{i}-{k}", times
             r["args"] |= flags | {"amp": "bf16"}
             r["device"] |= {"type": "cuda", "name": hardware, "hardware": hardware}
@@ -320,9 +318,8 @@ def show(argv: list[str]) -> None:
     path, *changes = argv
 
     def table(*changes: str) -> list[str]:
-        result = Result.model_validate(
-            changed(json.loads(Path(path).read_text()), " ".join(changes))
-        )
+        content = changed(json.loads(Path(path).read_text()), " ".join(changes))
+        result = Result.model_validate(content)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             print_result(result)
             for name in ("invalid", "peak_memory", "power_limit_w"):

@@ -54,16 +54,8 @@ def test_what_is_no_secret_stays():
             "note": "https://host/x?step=3&design=4", "pad_token": "<pad>", "eos_token_id": 5,
             "key_layout": "bhsd", "forward_pass": "fused", "author": "me", "sac_freq": "1/4"}  # fmt: skip
     assert redact(kept) == kept
-    hidden = {
-        "password": 123,
-        "token": {"value": "x"},
-        "api_keys": ["a"],
-        "passphrase": "y",
-        "hub_token": "t",
-    }
-    assert "x" not in str(redact(hidden).values()).replace("dict_values", "") and "123" not in str(
-        redact(hidden)
-    )
+    hidden = {"password": 123, "token": {"value": "abc"}, "api_keys": ["abc"], "passphrase": "abc"}
+    assert "abc" not in str(redact(hidden)) and "123" not in str(redact(hidden))
     assert redact_text("postgres://u:pa/ss@h/db token=plainS3") == "postgres://...@h/db token=..."
 
 
@@ -94,11 +86,6 @@ def test_no_file_has_a_planted_secret(tmp_path, monkeypatch, output_of):
     assert len(files) > 8 and sent
     for path in files:
         content = path.read_bytes().decode(errors="replace")
-        for secret in [
-            "flagsecret",
-            "namedsecret",
-            "envsecret",
-            *(secret for _, secret in secrets),
-        ]:
+        for secret in ("flagsecret", "namedsecret", "envsecret", *(s for _, s in secrets)):
             assert secret not in content, (path.relative_to(tmp_path), secret)
     assert (ROOT / "docs/PYTHON.md").read_text().count("webhook")

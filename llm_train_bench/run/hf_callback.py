@@ -4,8 +4,6 @@ trainer = Trainer(..., callbacks=[HFMeterCallback(warmup_steps=10, n_steps=50)])
 """
 
 import contextlib
-import dataclasses
-import json
 from typing import Any
 
 import torch
@@ -35,9 +33,10 @@ class HFMeterCallback(TrainerCallback):
     the Meter's other arguments; `tokens_per_step` among them replaces the count of `input_ids`.
     """
 
+    _meter: Meter | None = None
+
     def __init__(self, warmup_steps: int = 10, n_steps: int = 50, **options: Any):
         self._options: dict[str, Any] = {"warmup_steps": warmup_steps, "n_steps": n_steps} | options
-        self._meter: Meter | None = None
         self._counts = "tokens_per_step" not in options
 
     def on_train_begin(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
@@ -49,21 +48,19 @@ class HFMeterCallback(TrainerCallback):
         if args.n_gpu > 1 or len(devices) > 1 or shared:  # tokens per device would be wrong
             say("HFMeterCallback: nothing is measured: ranks must have devices of their own")
             return
-        options: dict[str, Any] = {"settings": _settings(args, model), "device": args.device}
-        unknown = _why_flops_are_unknown(model)
-        options["config"] = None if unknown else model.config
-        if unknown:  # models of one class are not one model
-            number = sum(p.numel() for p in model.parameters())
-            options["name"] = f"{type(model).__name__}-{number}"
-        self._meter = Meter(**options | self._options).start()
+        number = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        unknown = _why_flops_are_unknown(model, number)
+        # Models of one class are not one model.
+        of = {"name": f"{type(model).__name__}-{number}"} if unknown else {"config": model.config}
+        facts: dict[str, Any] = {"settings": _settings(args, model), "device": args.device} | of
+        self._meter = Meter(**facts | self._options).start()
         if unknown and "flops_per_token" not in self._options:
             self._meter.result.remark(f"FLOPs are unknown: {unknown}; pass flops_per_token")
         # The Trainer multiplies by it after the pass, where it divided by the labels of all ranks.
         self._factor = args.world_size if args.average_tokens_across_devices else 1
         several = args.world_size > 1 and self._counts
-        self._group = (
-            dist.new_group(backend="gloo") if several else None
-        )  # NCCL would wait for the GPU
+        # NCCL would wait for the GPU.
+        self._group = dist.new_group(backend="gloo") if several else None
         look: Any = torch.compiler.disable(self._look)  # or it would be compiled into the model
         self._hook = model.register_forward_hook(look, with_kwargs=True)
 
@@ -78,16 +75,16 @@ class HFMeterCallback(TrainerCallback):
 
     def _look(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """After a forward pass: its tokens and its loss."""
+        if not module.training:
+            return
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if module.training and isinstance(ids, Tensor):
+        if isinstance(ids, Tensor):
             self._tokens += ids.numel()
             self._told.seq_len = ids.shape[-1]
-        loss = getattr(output, "loss", None)
-        if module.training and loss is not None:
+        if (loss := getattr(output, "loss", None)) is not None:
             # Divided by the labels of all micro batches, they add up.
-            sums = kwargs.get("num_items_in_batch") is not None
-            self._losses.append(loss.detach() * self._factor if sums else loss.detach())
-            self._adds_up = sums
+            self._adds_up = kwargs.get("num_items_in_batch") is not None
+            self._losses.append(loss.detach())
 
     def on_step_end(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
         if self._meter is None:
@@ -99,7 +96,7 @@ class HFMeterCallback(TrainerCallback):
             self._told.tokens = int(tokens)
         if self._losses:
             total = torch.stack(self._losses).sum()
-            self._told.loss = total if self._adds_up else total / len(self._losses)
+            self._told.loss = total * self._factor if self._adds_up else total / len(self._losses)
         try:
             self._step.close()
         except ValueError as error:  # the training goes on
@@ -123,13 +120,12 @@ class HFMeterCallback(TrainerCallback):
             self._hook.remove()
 
 
-def _why_flops_are_unknown(model: Any) -> str | None:
+def _why_flops_are_unknown(model: Any, number: int) -> str | None:
     """Why the FLOPs of `model.config` are not those of this training; None if they are."""
     try:
         expected = count_parameters(load_config(model.config))
     except (AttributeError, ValueError) as error:
         return str(error)
-    number = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     if not all(p.requires_grad for p in model.parameters()):
         return "some parameters are frozen"
     differ = f"the model has {number:,} parameters, and its config says {expected:,}"
@@ -141,16 +137,13 @@ def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
 
     All that a subclass adds count, as in trl.
     """
-    usual = {
-        field.name: getattr(field.default, "value", field.default)
-        for field in dataclasses.fields(args)
-    }
     settings: dict[str, Any] = {"dtype": str(getattr(model, "dtype", None)).removeprefix("torch.")}
     settings["attention"] = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    for name, value in args.to_dict().items():
+    values = args.to_dict()
+    for name, field in args.__dataclass_fields__.items():
         counts = name.startswith(SETTINGS) or name not in TrainingArguments.__dataclass_fields__
+        usual, value = getattr(field.default, "value", field.default), values.get(name)
         name = "lr_warmup_steps" if name == "warmup_steps" else name  # the Meter's own are others
-        if counts and value and value != usual.get(name) and name not in OWN_ARGS:
-            plain = isinstance(value, str | int | float)
-            settings[name] = value if plain else json.dumps(value, default=str)
+        if counts and value and value != usual and name not in OWN_ARGS:
+            settings[name] = value if isinstance(value, str | int | float) else str(value)
     return settings

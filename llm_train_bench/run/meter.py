@@ -3,33 +3,33 @@
 import atexit
 import contextlib
 import json
-import operator
 import os
 import signal
+import statistics
 import sys
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter, validate_call
+from pydantic import Field, FiniteFloat, TypeAdapter, validate_call
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from llm_train_bench.base.errors import Incomplete, Interrupted
 from llm_train_bench.base.redaction import shown_command
 from llm_train_bench.formulas.flops import flops_per_token as flops_of
 from llm_train_bench.measure.steps import REST
-from llm_train_bench.model.config import describe_keys_without_effect, load_config
+from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect, load_config
 from llm_train_bench.parallel.ranks import gather, joined_ranks, on_main
 from llm_train_bench.results.console import say
 from llm_train_bench.results.figures import fill_flop_rates
-from llm_train_bench.results.result_files import begin_attempt
 from llm_train_bench.results.schema import METER_LENGTH, ModelInfo, Result, StepSize
 from llm_train_bench.run import provenance
 from llm_train_bench.run.profiling import profiler_is_on, traced
 from llm_train_bench.run.record import RunRecord
+from llm_train_bench.run.signals import handled_by
 from llm_train_bench.settings.flags import OutputFlags
 from llm_train_bench.trace.observed import fallbacks, observe
 from llm_train_bench.trace.read_trace import Trace
@@ -39,49 +39,62 @@ OWN_ARGS = {*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script"}
 # Libraries with training loops of their own, which a result names if they are loaded.
 LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
 NEW, BETWEEN, IN_STEP, ENDED = "not started", "between two steps", "inside a step", "at its end"
-
-
-def _index(value: Any) -> Any:
-    """An integer of torch or numpy as one of Python; other values as they are."""
-    with contextlib.suppress(TypeError):
-        return operator.index(value)
-    return value
-
-
-def _integer(name: str, value: Any) -> int:
-    if not isinstance(index := _index(value), int):
-        raise TypeError(f"Meter: step.{name}={value!r:.80}: must be an integer")
-    return index
-
-
-Integer = Annotated[int, BeforeValidator(_index)]
-Count = Annotated[Integer, Field(ge=1, le=10**15)]
+Count = Annotated[int, Field(ge=1, le=10**15)]
 Setting = bool | int | FiniteFloat | str | None
 
 
+@dataclass(config={"validate_assignment": True})
 class MeterStep:
     """What a loop tells of a step: loss, lr, tokens (of all ranks) and seq_len, each optional.
 
     The loss may be a tensor of one element. It is read later, without waiting.
     """
 
-    __slots__ = ("loss", "lr", "seq_len", "tokens")
-
-    def __init__(self) -> None:
-        self.loss: Any = None
-        self.lr: Any = None
-        self.tokens: Any = None
-        self.seq_len: Any = None
+    loss: Any = None
+    lr: float | None = None
+    tokens: Annotated[int, Field(ge=0)] | None = None
+    seq_len: Count | None = None
 
 
 class _LoopRecord(RunRecord):
-    def __init__(self, result: Result, palm: float | None, fill: Callable[[], None], *facts: Any):
+    """The record of a loop of others, with the FLOPs that follow from what it told."""
+
+    def __init__(self, result: Result, config: ModelConfig | None, flops: Any, *facts: Any):
         super().__init__(*facts)
-        self.result, self.flops_per_token, self.fill_in = result, palm, fill
+        self.result, self.config, self.flops = result, config, flops
         self.directory = Path(self.output.output_dir).absolute() / result.run_name
+        self.lengths: set[Any] = {result.batch.seq_len} - {None}
+        self.flops_per_token = self.flops_of(result.batch.seq_len)
+
+    def flops_of(self, seq_len: int | None, causal: bool = False) -> float | None:
+        """FLOPs of a token in one convention; of a number that was given, only the first is known."""
+        if self.flops:
+            return None if causal else self.flops
+        return flops_of(self.config, seq_len, causal) if self.config and seq_len else None
 
     def fill(self, error: BaseException | None) -> None:
-        self.fill_in()
+        self.fill_compile_counts()
+        r, told = self.result, [step.tokens for step in self.log.of_phase("measure")]
+        tokens = round(statistics.fmean(told)) if told else r.batch.tokens_per_step
+        seq_len = next(iter(self.lengths)) if len(self.lengths) == 1 else None
+        samples = tokens // seq_len if tokens and seq_len and tokens % seq_len == 0 else None
+        r.batch = StepSize(tokens_per_step=tokens, seq_len=seq_len, global_batch=samples)
+        r.args |= {"tokens_per_step": tokens if len(set(told)) < 2 else None, "seq_len": seq_len}
+        if self.config and (keys := describe_keys_without_effect(self.config)) is not None:
+            r.remark(keys)
+        if palm := self.flops_of(seq_len):
+            fill_flop_rates(r, palm, self.flops_of(seq_len, causal=True))
+            return
+        why = "give seq_len" if self.config else "give config or flops_per_token"
+        if self.config and self.lengths:
+            why = f"samples have {sorted(self.lengths)} tokens"
+        r.remark(f"mfu and TFLOP/s are null: {why}")
+
+    def see(self, trace: Trace) -> None:
+        """Put what ran in the traced step into the result."""
+        self.result.observed = observe(trace, True, self.ranks.world, assume_math=False)
+        for text, advice in fallbacks(trace):
+            self.result.remark(text, advice=advice)
 
 
 class Meter:
@@ -104,8 +117,8 @@ class Meter:
         seq_len: Count | None = None,
         flops_per_token: Annotated[FiniteFloat, Field(gt=0)] | None = None,
         settings: Mapping[str, Setting] | None = None,
-        warmup_steps: Annotated[Integer, Field(ge=0, le=10**7)] = 10,
-        n_steps: Annotated[Integer, Field(ge=1, le=10**7)] = 50,
+        warmup_steps: Annotated[int, Field(ge=0, le=10**7)] = 10,
+        n_steps: Annotated[int, Field(ge=1, le=10**7)] = 50,
         name: str | None = None,
         device: Any = None,
         **output: Any,
@@ -133,42 +146,31 @@ class Meter:
         if device.type not in ("cuda", "cpu"):
             raise ValueError(f"Meter: device={device}: must be the CPU or the current GPU")
         if settings is None:  # for people; the digest is of all words, which may hold keys
-            words, digest = (
-                shown_command(sys.argv[1:]),
-                provenance.digest_of(json.dumps(sys.argv[1:])),
-            )
-            settings = {"command": f"{' '.join(words)} ({digest[:8]})"}
-        self._config = None if config is None else load_config(config)
-        self._flops, self._tokens_per_step = flops_per_token, tokens_per_step
-        if self._config:
-            model = provenance.describe_model(self._config)
-            model = model.model_copy(update={"name": name or model.name})
-        else:
-            name = name or Path(sys.argv[0]).stem or "model"
-            model = ModelInfo(name=name, hash=provenance.digest_of(f"{name} {flops_per_token}"))
+            digest = provenance.digest_of(json.dumps(sys.argv[1:]))[:8]
+            settings = {"command": f"{' '.join(shown_command(sys.argv[1:]))} ({digest})"}
+        shape = None if config is None else load_config(config)
+        name = name or (shape.name if shape else Path(sys.argv[0]).stem or "model")
+        model = ModelInfo(name=name, hash=provenance.digest_of(f"{name} {flops_per_token}"))
+        if shape:
+            model = provenance.describe_model(shape).model_copy(update={"name": name})
         # The end of the default name tells apart those of one second.
-        run_id = uuid.uuid4().hex
-        usual = f"{provenance.default_name(model.name, {})}-{run_id[:4]}"
-        run_name, run_id = on_main(ranks, lambda: (flags.run_name or usual, run_id))
+        usual = f"{provenance.default_name(name, {})}-{uuid.uuid4().hex[:4]}"
         result = provenance.begin_result(
             f"Meter in {Path(sys.argv[0] or 'python').name}",
             {"n_steps": n_steps, "warmup_steps": warmup_steps, **settings},
             model,
             provenance.describe_environment(device, LOOPS),
-            run_name=run_name,
-            run_id=run_id,
-            attempts=[begin_attempt()],
+            run_name=on_main(ranks, lambda: flags.run_name or usual),
             device=provenance.describe_device(device, ranks.world, None),
             batch=StepSize(tokens_per_step=tokens_per_step, seq_len=seq_len),
             loss_known=False,
         )
         self._warmup_steps, self._window_end = warmup_steps, warmup_steps + n_steps
         self._n, self._state, self._paused = 0, NEW, False
-        self._micro_batches: list[MeterStep] = []
-        self._lengths = {seq_len} if seq_len else set[int]()
-        self._trace = contextlib.ExitStack()
-        palm = self._flops_of(seq_len)
-        self._record = _LoopRecord(result, palm, self._fill, device, ranks, flags, self._window_end)
+        self._told: list[MeterStep] = []
+        self._trace, self._watch = contextlib.ExitStack(), contextlib.ExitStack()
+        facts = device, ranks, flags, self._window_end
+        self._record = _LoopRecord(result, shape, flops_per_token, *facts)
 
     @property
     def result(self) -> Result:
@@ -184,13 +186,11 @@ class Meter:
                 Meter._open.stop(RuntimeError("another Meter began"))
         self._record.__enter__()
         Meter._open, self._state, self._process = self, BETWEEN, os.getpid()
-        atexit.register(self._stop_with_process, getattr(sys, "last_value", None))
-        self._signals = []
-        main = threading.current_thread() is threading.main_thread()
-        for number in (signal.SIGTERM, signal.SIGHUP) if main else ():
-            if signal.getsignal(number) is signal.SIG_DFL:  # or nothing would be written
-                signal.signal(number, self._stop_by_signal)
-                self._signals.append(number)
+        at_exit, last_error = self._stop_with_process, getattr(sys, "last_value", None)
+        self._watch.callback(atexit.unregister, atexit.register(at_exit, last_error))
+        ends = (signal.SIGTERM, signal.SIGHUP)
+        unhandled = [number for number in ends if signal.getsignal(number) is signal.SIG_DFL]
+        self._watch.enter_context(handled_by(self._stop_by_signal, unhandled))
         self._record.log.start()
         if not self._warmup_steps:
             self._record.open_window(probe=False)
@@ -208,10 +208,7 @@ class Meter:
             if measured >= 0:
                 self._close_window()
         self._state, Meter._open = ENDED, None
-        atexit.unregister(self._stop_with_process)
-        for number in self._signals:
-            if signal.getsignal(number) == self._stop_by_signal:
-                signal.signal(number, signal.SIG_DFL)
+        self._watch.close()
         self._record.__exit__(type(error) if error else None, error, None)
 
     __enter__ = start
@@ -231,19 +228,19 @@ class Meter:
         self._require(BETWEEN, "step")
         if every < 1:
             raise ValueError(f"Meter.step: every={every}: must be 1 or more")
-        told, self._state = MeterStep(), IN_STEP
+        self._state = IN_STEP
         if self._n < self._window_end:
             self._record.log.mark("data")
-        elif self._n == self._window_end and not self._micro_batches:
-            self._trace.enter_context(traced(self._record, self._read_trace))
+        elif self._n == self._window_end and not self._told:
+            self._trace.enter_context(traced(self._record, self._record.see))
         try:
+            self._told.append(told := MeterStep())
             yield told
-            self._micro_batches.append(told)
-            if self._state == IN_STEP and len(self._micro_batches) >= every:
-                self._finish_step(self._micro_batches)
-                self._micro_batches = []
+            if self._state == IN_STEP and len(self._told) >= every:
+                self._finish_step()
+                self._told = []
         except BaseException as error:
-            self._micro_batches = []
+            self._told = []
             self._trace.__exit__(type(error), error, None)
             raise
         finally:
@@ -256,7 +253,7 @@ class Meter:
         Inside the window it makes the run invalid, as in our own loop.
         """
         self._require(BETWEEN, "paused")
-        if self._micro_batches:
+        if self._told:
             raise RuntimeError("Meter.paused: must be called between steps, not micro batches")
         try:
             yield
@@ -269,32 +266,32 @@ class Meter:
         if self._state != state:
             raise RuntimeError(f"Meter.{call}: must be called {state}; the meter is {self._state}")
 
-    def _finish_step(self, told: list[MeterStep]) -> None:
+    def _finish_step(self) -> None:
+        """End an optimizer step: hand on what its micro batches told."""
         record, in_window = self._record, self._n >= self._warmup_steps
         if self._n >= self._window_end:
             self._trace.close()
             self._n = self._window_end + 1
             return
-        losses = [step.loss for step in told if step.loss is not None]
+        losses = [step.loss for step in self._told if step.loss is not None]
         loss: Any = sum(losses[1:], losses[0]) / len(losses) if losses else None
         if isinstance(loss, Tensor) and loss.is_cuda:  # read once the GPU has passed the step
             loss = loss.detach().reshape(1)
         elif loss is not None:
             loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        tokens = [_integer("tokens", step.tokens) for step in told if step.tokens is not None]
-        total = sum(tokens) if tokens else self._tokens_per_step
-        if total is None or total < 1 or min(tokens, default=1) < 0:
+        tokens = [step.tokens for step in self._told if step.tokens is not None]
+        total = sum(tokens) if tokens else record.result.batch.tokens_per_step
+        if not total:
             raise ValueError(f"Meter: tokens={total}: give tokens_per_step, or set the step's")
-        self._lengths |= {_integer("seq_len", step.seq_len) for step in told if step.seq_len}
+        record.lengths |= {step.seq_len for step in self._told} - {None}
         record.result.loss_known |= loss is not None
         if in_window and profiler_is_on():
             record.result.remark("a profiler was on in the window", "invalid")
-        lr = None if told[-1].lr is None else float(told[-1].lr)
         phase = "measure" if in_window else "warmup"
-        record.log.finish(self._n, phase, lr, total, loss, last=REST)
+        record.log.finish(self._n, phase, self._told[-1].lr, total, loss, last=REST)
         self._n += 1
         if self._n == self._warmup_steps:
-            self._record.open_window(probe=False)
+            record.open_window(probe=False)
         if self._n == self._window_end:
             self._close_window()
             if record.file:  # whatever becomes of the loop
@@ -304,35 +301,6 @@ class Meter:
         self._record.close_window()
         if any(gather(self._record.ranks, self._paused)):
             self.result.remark("paused in the window", "invalid")
-
-    def _read_trace(self, trace: Trace) -> None:
-        result = self._record.result
-        result.observed = observe(trace, True, self._record.ranks.world, assume_math=False)
-        for text, advice in fallbacks(trace):
-            result.remark(text, advice=advice)
-
-    def _flops_of(self, seq_len: int | None, causal: bool = False) -> float | None:
-        if self._flops:
-            return None if causal else self._flops
-        return flops_of(self._config, seq_len, causal) if self._config and seq_len else None
-
-    def _fill(self) -> None:
-        self._record.fill_compile_counts()
-        r, steps = self._record.result, [s.tokens for s in self._record.log.of_phase("measure")]
-        tokens = round(sum(steps) / len(steps)) if steps else self._tokens_per_step
-        seq_len = min(self._lengths) if len(self._lengths) == 1 else None
-        samples = tokens // seq_len if tokens and seq_len and tokens % seq_len == 0 else None
-        r.batch = StepSize(tokens_per_step=tokens, seq_len=seq_len, global_batch=samples)
-        r.args |= {"tokens_per_step": tokens if len(set(steps)) < 2 else None, "seq_len": seq_len}
-        if self._config and (keys := describe_keys_without_effect(self._config)) is not None:
-            r.remark(keys)
-        if palm := self._flops_of(seq_len):
-            fill_flop_rates(r, palm, self._flops_of(seq_len, causal=True))
-            return
-        why = "give seq_len" if self._config else "give config or flops_per_token"
-        if self._config and self._lengths:
-            why = f"samples have {sorted(self._lengths)} tokens"
-        r.remark(f"mfu and TFLOP/s are null: {why}")
 
     def _stop_with_process(self, last_error: BaseException | None) -> None:
         error = getattr(sys, "last_value", None)

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import sys
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from llm_train_bench.formulas.parameters import count_parameters, linear_paramet
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_version
 from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect
-from llm_train_bench.results.result_files import now, this_process
+from llm_train_bench.results.result_files import begin_attempt, now, this_process
 from llm_train_bench.results.schema import Device, Fp8Info, ModelInfo, Result, StepSize
 from llm_train_bench.settings.flags import (
     LEARNT,
@@ -65,6 +66,7 @@ def begin_result(
     **fields: Any,
 ) -> Result:
     """The result of a run that begins now in this process; `fields` are the other ones of Result."""
+    fields = {"run_id": uuid.uuid4().hex, "attempts": [begin_attempt()]} | fields
     return Result(
         version=__version__,
         entrypoint=entrypoint,
@@ -189,7 +191,8 @@ def _notes(work: Work, schedule: Schedule) -> Iterator[str]:
     if "recurrent" in work.config.parts:
         yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
     if schedule.captured:
-        where = "inside" if schedule.captures_in_window else "after"
+        window = range(schedule.window_begin, schedule.window_end)
+        where = "inside" if any(step in window for step in schedule.profiled) else "after"
         yield f"a profiler looked at steps {where} the measured window"
     if (keys := describe_keys_without_effect(work.config)) is not None:
         yield keys

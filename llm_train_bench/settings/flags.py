@@ -108,8 +108,6 @@ def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
 
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex", "blocks"]
 Amp = Literal["auto", "bf16", "fp16", "off"]
-Linear = Literal["auto", "plain", "onednn", "te"]
-TrackerName = Literal["wandb"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -180,7 +178,7 @@ class PrecisionFlags:
     amp: Amp = flag("auto", SPEED, headline=True, usual="bf16", common=True)
     tf32: bool = flag(False, SPEED)
     attention: Attention = flag("auto", SPEED)
-    linear: Linear = flag("auto", SPEED)
+    linear: Literal["auto", "plain", "onednn", "te"] = flag("auto", SPEED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +309,7 @@ class OutputFlags:
     run_name: str | None = flag(None, OUTPUT, metavar="NAME")
     export: bool = flag(False, OUTPUT)
     no_tensorboard: bool = flag(False, OUTPUT)
-    track: tuple[TrackerName, ...] = flag((), OUTPUT)
+    track: tuple[Literal["wandb"], ...] = flag((), OUTPUT)
     quiet: bool = flag(False, OUTPUT)
 
 

@@ -44,7 +44,6 @@ from llm_train_bench.settings.flags import (
     Fp8Flags,
     LoraFlags,
     OptimizerFlags,
-    ParallelFlags,
     Script,
 )
 from llm_train_bench.settings.rules import broken_rule
@@ -99,12 +98,6 @@ class Schedule:
         """The steps in which a profiler is on, warming up or capturing."""
         warmup = PROFILER_WARMUP if self.profiler == "torch" else 0
         return range(self.captured.start - warmup, self.captured.stop)
-
-    @property
-    def captures_in_window(self) -> bool:
-        """Whether a profiler is on in some of the measured steps."""
-        steps = self.profiled
-        return bool(steps) and steps.start < self.window_end and steps.stop > self.window_begin
 
     def phase_of(self, step: int) -> str:
         """`warmup`, `resume`, `measure`, or `profile` for a step that is run only to be captured."""
@@ -184,7 +177,14 @@ def make_plan(
     schedule = make_schedule(args, platform)
     seq_len = resolve_seq_len(args.seq_len, config)
     parallelism = resolve_parallelism(args, script, config, seq_len, world)
-    fsdp, ddp = resolve_fsdp(args, script, platform), resolve_ddp(args, script)
+    reduced = "bf16" if args.bf16_weights else args.reduce_dtype
+    ddp = Ddp(args.bucket_cap_mb, reduced, args.zero1) if script is Script.DDP else None
+    if args.cpu_offload and platform == "cpu":
+        raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
+    # The stages of a pipeline stay gathered over all micro batches of a step.
+    reshard = args.reshard_after_forward == "always" and script is not Script.PP
+    sharding = FsdpOptions(reshard, args.reduce_dtype, args.cpu_offload, args.reduce_last)
+    fsdp = sharding if script in SHARDED else None
     batch = resolve_batch(args, seq_len, parallelism)
     check_micro_batches(args, config, batch, parallelism)
     batch, packing = pack_documents(args, batch, schedule)
@@ -388,23 +388,6 @@ def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Rec
             f"1/{n} recomputes one"
         )
     return Recompute(blocks, policy)
-
-
-def resolve_ddp(args: Args, script: Script) -> Ddp | None:
-    """DDP's buckets and formats; None for another script."""
-    reduce_dtype = "bf16" if args.bf16_weights else args.reduce_dtype
-    return Ddp(args.bucket_cap_mb, reduce_dtype, args.zero1) if script is Script.DDP else None
-
-
-def resolve_fsdp(flags: ParallelFlags, script: Script, platform: Platform) -> FsdpOptions | None:
-    """How FSDP gathers and reduces; None for another script. UsageError for an offload from a CPU."""
-    if script not in SHARDED:
-        return None
-    if flags.cpu_offload and platform == "cpu":
-        raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
-    # The stages of a pipeline stay gathered over all micro batches of a step.
-    reshard = flags.reshard_after_forward == "always" and script is not Script.PP
-    return FsdpOptions(reshard, flags.reduce_dtype, flags.cpu_offload, flags.reduce_last)
 
 
 def resolve_parallelism(
