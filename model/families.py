@@ -43,6 +43,10 @@ class Family(NamedTuple):
     """A family's row. `fields`, `experts` and `recurrent` have what no key says, by our names."""
 
     keys: Row
+    names: dict[str, str]
+    """Of modules in files, each without the prefix of its block. Of a key that ends with a parameter's
+    kind it is the whole name; modules of recurrent layers are called `recurrent` here."""
+    architecture: str  # the class in transformers
     fields: Row = NONE  # of ModelConfig
     experts: Row = NONE
     recurrent: Row | None = None  # None without recurrent layers
@@ -59,7 +63,12 @@ def read_families() -> dict[str, Family]:
         keys: Row = {}
         for group in row.pop("groups", ()):
             keys |= TABLE["groups"][group]
-        families[name] = Family(**row | dict(keys=keys | row.get("keys", NONE)))
+        names = TABLE["names"]["llama"]
+        for part in row.pop("names", ()):
+            names = names | (TABLE["names"][part] if isinstance(part, str) else part)
+        usual = f"{name.title().replace('_', '')}ForCausalLM"
+        defaults = dict(names=names, architecture=usual)
+        families[name] = Family(**defaults | row | dict(keys=keys | row.get("keys", NONE)))
     return families
 
 

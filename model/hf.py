@@ -21,14 +21,6 @@ from llm_train_bench.model.lora import adapter_settings
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import Weight
 
-# Qwen3MoeForCausalLM of qwen3_moe; some are called differently.
-ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in FAMILIES}
-ARCHITECTURES |= dict(
-    gpt2="GPT2LMHeadModel", smollm3="SmolLM3ForCausalLM", kimi_k2="DeepseekV3ForCausalLM",
-    qwen3_5_text="Qwen3_5ForCausalLM", qwen3_5_moe_text="Qwen3_5MoeForCausalLM",
-    granitemoehybrid="GraniteMoeHybridForCausalLM", minimax_m2="MiniMaxM2ForCausalLM",
-    hy_v3="HYV3ForCausalLM", gemma3_text="Gemma3ForCausalLM",
-)  # fmt: skip
 # Fields that may differ between the weights' config and the run's: they do not change the function.
 TRAINING_KEYS = """name embedding_dropout residual_dropout attention_dropout
     initializer_range pad_token_id mtp_layers""".split()
@@ -243,7 +235,7 @@ def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True
         settings = adapter_settings(config.name, model.lora)
     else:
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-        settings = dict(architectures=[ARCHITECTURES[config.model_type]], dtype=dtype)
+        settings = dict(architectures=[FAMILIES[config.model_type].architecture], dtype=dtype)
         settings |= {key: 0 for key in MTP_KEYS if config.raw.get(key)}  # the file has no modules
         kept = {key: v for key, v in config.raw.items() if key not in WITHOUT_EFFECT}
         settings = kept | settings

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from llm_train_bench.model.families import FAMILIES
+
 if TYPE_CHECKING:
     from llm_train_bench.model.config import ModelConfig
 
@@ -33,97 +35,11 @@ class HfTensor(NamedTuple):
         return self.name.split(".")[-2]
 
 
-def recurrent_names(module: str) -> dict[str, str]:
-    """The names in layers with states, whose module is called so."""
-    names = dict(project="in_proj", conv="conv1d", gated_norm="norm", out="out_proj")
-    names |= dict(decay="A_log", step_bias="dt_bias", skip="D")
-    return {f"recurrent.{ours}": f"{module}.{theirs}" for ours, theirs in names.items()}
-
-
-def gated(ours: str, theirs: str) -> dict[str, str]:
-    """The names of an MLP, or of all experts: of gate, up and down."""
-    up, down = f"{theirs}.gate_proj {theirs}.up_proj", f"{theirs}.down_proj"
-    return {f"{ours}.gate_up": up, f"{ours}.down": down}
-
-
-# fmt: off
-# By module, each without the prefix of its block. A key that ends with a parameter's kind has the whole
-# name; modules of recurrent layers are called `recurrent` here.
-GPT2_NAMES = {
-    "blocks": "transformer.h", "embed": "transformer.wte", "positions": "transformer.wpe",
-    "norm": "transformer.ln_f", "attn_norm": "ln_1", "mlp_norm": "ln_2",
-    "attn.qkv": "attn.c_attn", "attn.out": "attn.c_proj",
-    "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-}
-LLAMA_NAMES = recurrent_names("linear_attn") | {
-    "blocks": "model.layers", "embed": "model.embed_tokens", "norm": "model.norm",
-    "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attn.out": "self_attn.o_proj",
-    "attn.q": "self_attn.q_proj", "attn.q_down": "self_attn.q_a_proj",
-    "attn.q_down_norm": "self_attn.q_a_layernorm", "attn.q_up": "self_attn.q_b_proj",
-    "attn.kv_down": "self_attn.kv_a_proj_with_mqa", "attn.kv_down_norm": "self_attn.kv_a_layernorm",
-    "attn.kv_up": "self_attn.kv_b_proj", "mlp.router": "mlp.gate",
-}
-LLAMA_NAMES |= gated("mlp", "mlp") | gated("mlp.experts", "mlp.experts.{}")
-LLAMA_NAMES |= gated("mlp.shared", "mlp.shared_experts")
-POST_NORMS = dict(
-    attn_post_norm="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm",
-    mlp_post_norm="post_feedforward_layernorm")
-QWEN_HYBRID = gated("mlp.shared", "mlp.shared_expert") | {"mlp.shared_gate": "mlp.shared_expert_gate"}
-QWEN35 = {"recurrent.project": " ".join(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))}
-BLOCK_SPARSE = {
-    "mlp.router": "block_sparse_moe.gate", "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
-    "mlp.experts.gate_up": "block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3",
-}
-# All experts in one tensor.
-STACKED = {f"mlp.experts.{x}.weight": f"mlp.experts.{x}_proj" for x in ("gate_up", "down")}
-# Names that differ in single families.
-FAMILY_NAMES = {
-    "mixtral": BLOCK_SPARSE,
-    "mistral4": STACKED,
-    "gpt_oss": STACKED | {"mlp.router": "mlp.router"}
-    | {f"mlp.experts.{x}.bias": f"mlp.experts.{x}_proj_bias" for x in ("gate_up", "down")},
-    "phi3": {"attn.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_proj"},
-    "olmo2": POST_NORMS,
-    "olmo3": POST_NORMS,
-    "minimax_m2": BLOCK_SPARSE
-    | {"mlp.router.correction": "block_sparse_moe.e_score_correction_bias"},
-    "hy_v3": gated("mlp.shared", "mlp.shared_mlp")
-    | {"mlp.router": "mlp.router.gate", "mlp.router.correction": "mlp.expert_bias"},
-    "gemma3_text": POST_NORMS,
-    "qwen2_moe": QWEN_HYBRID,
-    "qwen3_next": QWEN_HYBRID
-    | {"recurrent.project": "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"},
-    "qwen3_5_text": QWEN35,
-    "qwen3_5_moe_text": QWEN_HYBRID | QWEN35,
-    "granitemoehybrid": recurrent_names("mamba") | {
-        "mlp.gate_up": "shared_mlp.input_linear", "mlp.down": "shared_mlp.output_linear",
-        "mlp.shared.gate_up": "shared_mlp.input_linear", "mlp.shared.down": "shared_mlp.output_linear",
-        "mlp.router": "block_sparse_moe.router.layer",
-        "mlp.experts.gate_up": "block_sparse_moe.input_linear",
-        "mlp.experts.down": "block_sparse_moe.output_linear",
-    },
-    "nemotron_h": recurrent_names("mixer") | {
-        "blocks": "backbone.layers", "embed": "backbone.embeddings", "norm": "backbone.norm_f",
-        "attn_norm": "norm", "mlp_norm": "norm",
-        "attn.qkv": "mixer.q_proj mixer.k_proj mixer.v_proj", "attn.out": "mixer.o_proj",
-        "mlp.up": "mixer.up_proj", "mlp.down": "mixer.down_proj", "mlp.router": "mixer.gate",
-        "mlp.experts.up": "mixer.experts.{}.up_proj", "mlp.experts.down": "mixer.experts.{}.down_proj",
-        "mlp.latent_down": "mixer.fc1_latent_proj", "mlp.latent_up": "mixer.fc2_latent_proj",
-        "mlp.shared.up": "mixer.shared_experts.up_proj",
-        "mlp.shared.down": "mixer.shared_experts.down_proj",
-    },
-}
-# fmt: on
-
-
 def hf_tensors(
     config: ModelConfig, layer: int | None, module: str, kind: str, n_segments: int
 ) -> tuple[HfTensor, ...]:
     """The tensors that make up a parameter of so many segments."""
-    names = GPT2_NAMES
-    if config.model_type != "gpt2":
-        names = LLAMA_NAMES | FAMILY_NAMES.get(config.model_type, {})
+    names = FAMILIES[config.model_type].names
     prefix, part = "", module
     if layer is not None:
         prefix = f"{names['blocks']}.{layer}."

@@ -16,19 +16,25 @@ Move = Callable[[Tensor], Callable[[], Tensor]]
 
 
 class Products:
-    """The products in the format of their inputs."""
+    """The products of matrices that `cast` gives another format, or leaves as they are."""
+
+    def cast(self, product: str, first: bool, operand: Tensor) -> Tensor:
+        """The first or the second operand of a product, in the format in which it is multiplied."""
+        return operand
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """(N, K) and (M, K) to (N, M)."""
-        return x @ weight.t()
+        return torch.mm(self.cast("output", True, x), self.cast("output", False, weight.t()))
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """(N, M) and (M, K) to the gradient of the input (N, K)."""
-        return grad @ weight
+        low = self.cast("of_input", False, weight.t())
+        return torch.mm(self.cast("of_input", True, grad), low.t())
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         """(N, M) and (N, K) to the gradient of the weight (M, K)."""
-        return grad.t() @ x
+        low = self.cast("of_weight", True, grad)
+        return torch.mm(low.t(), self.cast("of_weight", False, x))
 
 
 PLAIN = Products()

@@ -223,7 +223,13 @@ class Transformer(HasWeights):
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor | slice) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""
-        x = self.look_up(tokens)
+        if self.layout.tp == 1:
+            x = self.rows_of(tokens)
+        else:  # of all tokens, where they are in this rank's rows
+            ids = tokens - self.rows.start
+            here = (ids >= 0) & (ids < len(self.rows))
+            x = self.rows_of(ids.clamp(0, len(self.rows) - 1)) * here.unsqueeze(-1)
+            x = self.layout.scatter(x).contiguous()
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.positions is not None:
@@ -234,15 +240,6 @@ class Transformer(HasWeights):
             # The residual stream runs in the low precision too, as it does under FSDP.
             x = x.to(dtype)
         return x
-
-    def look_up(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids to embeddings (B, T, d), or of tp ranks to those of own tokens."""
-        if self.layout.tp == 1:
-            return self.rows_of(tokens)
-        ids = tokens - self.rows.start
-        here = (ids >= 0) & (ids < len(self.rows))
-        x = self.rows_of(ids.clamp(0, len(self.rows) - 1))
-        return self.layout.scatter(x * here.unsqueeze(-1)).contiguous()
 
     def rows_of(self, ids: Tensor) -> Tensor:
         """The embedding's rows of that number on this rank."""

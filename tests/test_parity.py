@@ -18,7 +18,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from llm_train_bench.apply.data import SyntheticTokens
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import ConfigError, keep_first_layers, parse_config
-from llm_train_bench.model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
+from llm_train_bench.model.families import FAMILIES as ROWS
+from llm_train_bench.model.hf import check_pretrained, save_pretrained, to_hf
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
@@ -281,7 +282,7 @@ def test_a_trained_model_opens_in_transformers(family, tmp_path):
     trained(tmp_path / "runs", common, "--n-steps 3 --export --run-name a --pad-vocab 64")
     export = tmp_path / "runs/a/export"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(export)
-    assert type(theirs).__name__ == ARCHITECTURES[FAMILIES[family]["model_type"]]
+    assert type(theirs).__name__ == ROWS[FAMILIES[family]["model_type"]].architecture
 
     # Continue from the export for one forward step: the loss must be what they compute on it.
     argv = words("--pass-type forward --n-steps 1 --warmup-steps 0 --init-from", export)

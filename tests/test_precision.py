@@ -284,9 +284,9 @@ def test_te_is_given_the_recipe_by_its_own_name(kind, theirs, monkeypatch):
     """TE is also asked if the hardware has it; these modules stand in for TE's own."""
     Stand = types.SimpleNamespace
     asked = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
-    answers = {name: lambda: (False, "too old") for name in fp8_te.SUPPORT.values()}
+    answers = {name: lambda: (False, "too old") for _, name in fp8_te.RECIPES.values()}
     answers[asked.get(kind, "is_fp8_available")] = lambda: (True, "")
-    recipe = Stand(**{name: type(name, (), {}) for name in fp8_te.RECIPES.values()})
+    recipe = Stand(**{name: type(name, (), {}) for name, _ in fp8_te.RECIPES.values()})
     modules = {
         "": Stand(__version__="2.9"), ".common": Stand(recipe=recipe), ".common.recipe": recipe
     }  # fmt: skip

@@ -30,7 +30,6 @@ INSERTIONS = [
     ("model/families.json", '    "mistral": {',
      re.search(r"```json\n(.*?)   ```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[1]
      .replace("\n   ", "\n")[3:].rstrip(" ")),
-    ("model/hf_names.py", '    "mixtral": BLOCK', '    "arcee": {"mlp.up": "mlp.up_proj"},\n'),
     (FLAGS, "    grad_clip: float = flag(",
      "    lr_power: float = flag(1.0, LEARNT, above=0, at_most=2)\n"),
     (FLAGS, "    grad_clip: Largest", "    lr_power: A new flag [no unit].\n"),

@@ -70,17 +70,9 @@ class FileTokens:
     def __init__(
         self, path: str, vocab_size: int, bsz: int, seq_len: int, seed: int, dtype: str = "auto"
     ):
-        self.path, self.vocab_size, self.dtype = path, vocab_size, dtype
-        self.bsz, self.seq_len, self.tokens = bsz, seq_len, open_tokens(path, dtype)
+        self.path, self.vocab_size, self.bsz, self.seq_len = path, vocab_size, bsz, seq_len
+        self.tokens = open_tokens(path, dtype)
         self.windows = Windows(path, len(self.tokens), seq_len, seed)
-
-    def __getstate__(self) -> dict:
-        """For data loading processes that are not forked: they map the file themselves."""
-        return self.__dict__ | {"tokens": None, "packing": None}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__ = state
-        self.tokens = open_tokens(self.path, self.dtype)
 
     def rows(self, first: int, n: int) -> np.ndarray:
         """(n, seq_len + 1) tokens of the samples from number `first` on, in the file's width."""

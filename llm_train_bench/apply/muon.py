@@ -7,7 +7,7 @@ each part of a fused layer. Where ranks divide a matrix, one has all of it for t
 
 import math
 from collections import defaultdict
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,6 @@ class Owned(NamedTuple):
 
     weight: Weight
     expert: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in), of all layers that are fused in it."""
-        return cast(tuple[int, int], self.weight.shape[-2:])
 
 
 class Piece(NamedTuple):
@@ -130,7 +125,7 @@ class Exchange:
         views = [stacks[piece.of.weight][piece.number] for piece in self.own]
         flat = torch.cat([view.reshape(-1) for view in views] or [torch.empty(0, device=device)])
         arrived = self.moved(flat, self.received, self.sent)
-        whole = {owned: arrived.new_empty(owned.shape) for owned in self.owned}
+        whole = {owned: arrived.new_empty(owned.weight.shape[-2:]) for owned in self.owned}
         places = [whole[piece.of][piece.shard.slices] for piece in self.coming]
         numbers = arrived.split([place.numel() for place in places])
         for place, values in zip(places, numbers, strict=True):

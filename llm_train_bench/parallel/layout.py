@@ -424,23 +424,17 @@ class Gradients:
 
     @torch.no_grad()
     def complete_and_norm(self) -> Tensor:
-        """Sum over tp what FSDP did not, in place, and return the norm over all ranks."""
-        self._sum_tied()
-        self._sum_partial()
-        return gradient_norm(self.parameters, self.weights)
+        """Add up in place what FSDP did not, and return the norm over all ranks.
 
-    def _sum_tied(self) -> None:
-        """Add up a tied embedding's gradients of the first and of the last stage."""
+        A tied embedding is at both ends of a pipeline. Norms and routers are whole on every tp rank.
+        """
         if self.tied is not None:
             (grad,) = local_gradients([self.tied])
             grad += self.layout.swap_with_stage(grad, self.layout.pp - 1 - self.layout.pp_rank)
-
-    def _sum_partial(self) -> None:
-        """Add up what each tp rank has of the gradients of parameters that are whole on all of them."""
-        if not self.partial:
-            return
-        parts = local_gradients(self.partial)
-        flat = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(flat, group=self.layout.groups["tp"])
-        for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
-            part.copy_(values.view_as(part))
+        if self.partial:
+            parts = local_gradients(self.partial)
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat, group=self.layout.groups["tp"])
+            for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                part.copy_(values.view_as(part))
+        return gradient_norm(self.parameters, self.weights)

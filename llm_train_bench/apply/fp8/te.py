@@ -25,17 +25,13 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import Weight
 from llm_train_bench.settings.plan import TE_MODULES
 
+# The library's names of a recipe, and of the function that says whether the GPU has it.
 RECIPES = {
-    "delayed": "DelayedScaling",
-    "current": "Float8CurrentScaling",
-    "blockwise": "Float8BlockScaling",
-    "mxfp8": "MXFP8BlockScaling",
-    "nvfp4": "NVFP4BlockScaling",
-}
-SUPPORT = {
-    "nvfp4": "is_nvfp4_available",
-    "mxfp8": "is_mxfp8_available",
-    "blockwise": "is_fp8_block_scaling_available",
+    "delayed": ("DelayedScaling", "is_fp8_available"),
+    "current": ("Float8CurrentScaling", "is_fp8_available"),
+    "blockwise": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+    "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
 }
 
 
@@ -114,16 +110,17 @@ def version() -> str:
 
 def make_recipe(te: types.ModuleType, kind: str):
     """A recipe object; UsageError where the hardware or the installed version lacks it."""
-    recipe = importlib.import_module("transformer_engine.common.recipe")
-    check = getattr(
-        te.quantization.FP8GlobalStateManager, SUPPORT.get(kind, "is_fp8_available"), None
+    recipe, (name, support) = (
+        importlib.import_module("transformer_engine.common.recipe"),
+        RECIPES[kind],
     )
-    if check is None or not hasattr(recipe, RECIPES[kind]):
+    check = getattr(te.quantization.FP8GlobalStateManager, support, None)
+    if check is None or not hasattr(recipe, name):
         raise UsageError(f"--fp8-recipe {kind}: Transformer Engine {version()} has none; update it")
     usable, reason = check()
     if not usable:
         raise UsageError(f"--fp8-recipe {kind}: {reason}")
-    return getattr(recipe, RECIPES[kind])()
+    return getattr(recipe, name)()
 
 
 def convert(

@@ -91,17 +91,6 @@ class ScaledProducts(Products):
         scales = self.to_scale(amax, dtype, self.rounds)
         return self.to_float8(operand, scales, dtype, self.matmul, self.roles[name], axis)
 
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.mm(self.cast("output", True, x), self.cast("output", False, weight.t()))
-
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        low = self.cast("of_input", False, weight.t())
-        return torch.mm(self.cast("of_input", True, grad), low.t())
-
-    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        low = self.cast("of_weight", True, grad)
-        return torch.mm(low.t(), self.cast("of_weight", False, x))
-
 
 def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> TorchaoFp8:
     """Convert the blocks' linear layers, in place; UsageError without the hardware or the library."""
