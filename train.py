@@ -16,8 +16,8 @@ from llm_train_bench.apply.data import batches, open_data, sample_plan
 from llm_train_bench.apply.kernels import select_attention
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
-from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks
 from llm_train_bench.run import loop

@@ -16,9 +16,10 @@ from llm_train_bench.apply.data import batches, open_data, sample_plan
 from llm_train_bench.apply.kernels import select_attention
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, no_sync
+from llm_train_bench.parallel.fsdp import apply_fsdp, no_sync
 from llm_train_bench.parallel.layout import RankLayout
 from llm_train_bench.parallel.ranks import Ranks, join
 from llm_train_bench.run import loop
@@ -43,7 +44,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     with Run(plan, device, ranks, fp8, kernel) as run:
         apply_blocks(model, work, fp8, device)
         apply_fsdp(model, layout.connect(device, args.dist_timeout), work)
-        materialize_shards(model, device, args.seed, pretrained, work.cpu_offload)
+        materialize(model, device, args.seed, pretrained, work.cpu_offload)
         optimizer = build_optimizer(model, plan.optimizer)
         saver = loop.build_saver(run, model, optimizer)
         samples = sample_plan(run.schedule, work.batch, layout.data_rank)

@@ -16,8 +16,9 @@ from llm_train_bench.apply.data import batches, open_data, sample_plan
 from llm_train_bench.apply.kernels import select_attention
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
-from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards
+from llm_train_bench.parallel.fsdp import apply_fsdp
 from llm_train_bench.parallel.layout import RankLayout
 from llm_train_bench.parallel.pipeline import Pipeline
 from llm_train_bench.parallel.ranks import Ranks, join
@@ -45,7 +46,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         for stage in model.stages:
             apply_blocks(stage, work, fp8, device)
             apply_fsdp(stage, meshes, work)
-        materialize_shards(model, device, args.seed, pretrained)
+        materialize(model, device, args.seed, pretrained)
         optimizer = build_optimizer(model, plan.optimizer)
         saver = loop.build_saver(run, model, optimizer)
         samples = sample_plan(run.schedule, work.batch, layout.data_rank)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from llm_train_bench.apply.precision import autocast
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.files import ROOT, locked, write_whole
 from llm_train_bench.base.hardware import devices, own_hardware_file
 from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.measure.device import device_name
 from llm_train_bench.model.config import load_config
-from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks
 from llm_train_bench.results.result_files import read_result

@@ -1,4 +1,4 @@
-"""Storage and first values of a model's parameters.
+"""First values of a model's parameters.
 
 `Weight.init` says what a parameter's values are; the scheme is GPT-2's (Radford et al. 2019): weights
 that write into the residual stream are smaller. A random value is a function of the run's seed, its
@@ -14,22 +14,7 @@ import torch
 from torch import Tensor
 
 from llm_train_bench.model.hf import Pretrained, segment_rows
-from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import Ramp, Weight
-
-
-@torch.no_grad()
-def materialize(
-    model: Transformer, device: torch.device, seed: int, pretrained: Pretrained | None = None
-) -> None:
-    """Give a meta-device model storage on `device` and initial values, in place.
-
-    The same seed gives the same values on every device. With `pretrained` (model.hf.Pretrained)
-    they are read instead, one parameter at a time.
-    """
-    model.to_empty(device=device)
-    for weight, parameter in model.weights():
-        fill(parameter, weight, seed, pretrained)
 
 
 def fill(

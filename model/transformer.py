@@ -111,7 +111,7 @@ def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
 class Transformer(HasWeights):
     """A language model of any family, its parameters not yet initialised.
 
-    Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
+    Build it under `torch.device("meta")` to allocate nothing; `apply.sharded.materialize` then gives
     it storage and values. `seq_len` bounds the positions of a forward pass. `layers` are those of one
     stage of a pipeline: it has the embedding with the first layer, norm and head with the last, a
     tied head's weight at both ends.

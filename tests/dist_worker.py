@@ -39,6 +39,7 @@ import train_fsdp
 import train_pp
 from llm_train_bench.apply.optimizer import build_optimizer, gradient_norm, optimizer_step
 from llm_train_bench.apply.precision import LossScaler
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.measure.device import pick_device
 from llm_train_bench.model import init, layers, transformer
 from llm_train_bench.model.experts import Router, fullest_expert
@@ -46,7 +47,7 @@ from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel import ddp, fsdp
-from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, unshard
+from llm_train_bench.parallel.fsdp import apply_fsdp, unshard
 from llm_train_bench.parallel.layout import Gradients, RankLayout
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather, join, leave
 from llm_train_bench.run.checkpoint import saver
@@ -276,7 +277,7 @@ def sharded(ranks, *flags, seq_len=8, config=LLAMA):
         model = Transformer(plan.work.config, seq_len)
     layout = RankLayout(plan.work.parallelism, ranks.rank)
     apply_fsdp(model, layout.connect(CPU, plan.args.dist_timeout), plan.work)
-    materialize_shards(model, CPU, 0)
+    materialize(model, CPU, 0)
     return model, build_optimizer(model, plan.optimizer)
 
 

@@ -17,10 +17,10 @@ from unittest import mock
 
 import torch
 
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.model.config import ModelConfig, parse_config
-from llm_train_bench.model.init import materialize
 from llm_train_bench.model.options import AttentionKernel, ModelOptions
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.command_line import parse_args

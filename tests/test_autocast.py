@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.model.experts import Router, Stacked
 from llm_train_bench.model.families import FAMILIES as SUPPORTED
-from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from tests.helpers import FAMILIES, config
 

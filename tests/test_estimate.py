@@ -19,6 +19,7 @@ from benchmarks import estimate_vs_published as published
 from benchmarks import fit_estimate
 from benchmarks.estimate_vs_published import covering, grouped, held_rows, published_rows
 from llm_train_bench.apply.precision import autocast
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
 from llm_train_bench.estimate.predict import EstimateFlags, make_estimate
@@ -32,7 +33,6 @@ from llm_train_bench.formulas.step_events import Clock, lay_out
 from llm_train_bench.model.block_attention import InBlocks
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.config import load_config, parse_config
-from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run import launch
 from llm_train_bench.settings.command_line import parse_args

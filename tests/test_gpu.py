@@ -20,10 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_train_bench.apply.blocks import apply_linear_layers
 from llm_train_bench.apply.fp8 import te as fp8_te
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import to_hf
-from llm_train_bench.model.init import materialize
 from llm_train_bench.model.layers import attend, block_mask
 from llm_train_bench.model.loss import _add_product, adds_wide
 from llm_train_bench.model.piece_attention import Seen, attend_in_pieces

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.formulas.flops import nemo_lora_flops_per_token, step_flops_per_token
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.experts import Stacked
 from llm_train_bench.model.hf import check_pretrained, hf_tensors_of, save_pretrained
-from llm_train_bench.model.init import materialize
 from llm_train_bench.model.lora import apply_lora
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import Lora, adapters

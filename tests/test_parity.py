@@ -16,11 +16,11 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from llm_train_bench.apply.data import SyntheticTokens
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import ConfigError, keep_first_layers, parse_config
 from llm_train_bench.model.families import FAMILIES as ROWS
 from llm_train_bench.model.hf import check_pretrained, save_pretrained, to_hf
-from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
 from tests.faults import SHAPE

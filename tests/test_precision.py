@@ -21,11 +21,11 @@ from llm_train_bench.apply.fp8.te import native_name
 from llm_train_bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
 from llm_train_bench.apply.precision import LossScaler, set_precision
 from llm_train_bench.apply.recompute import apply_recompute
+from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Recompute
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model.config import parse_config
-from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Block, Transformer
 from llm_train_bench.results.figures import describe_fp8
 from llm_train_bench.results.schema import DeviceUse, Result

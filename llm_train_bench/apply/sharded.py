@@ -1,13 +1,16 @@
-"""Recognising and reading tensors and modules that FSDP has sharded.
+"""Tensors and modules that FSDP may have sharded: recognising, reading and filling them.
 
 PyTorch's DTensor takes 2 s of CPU to import. Only what meets a sharded tensor imports it.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
+import torch
 from torch import Tensor, nn
 
-from llm_train_bench.model.layout import Layout
+from llm_train_bench.model.hf import Pretrained
+from llm_train_bench.model.init import fill
+from llm_train_bench.model.layout import HasWeights, Layout
 from llm_train_bench.model.weights import Shard, Weight
 
 if TYPE_CHECKING:
@@ -75,3 +78,27 @@ def shard_of_whole(weight: Weight, layout: Layout, tensor: Tensor) -> LocalShard
     own = local_shard(tensor)
     begins = zip(weight.shard(layout).offsets, own.shard.offsets, strict=True)
     return own._replace(shard=Shard(tuple(map(sum, begins)), own.shard.sizes))
+
+
+@torch.no_grad()
+def materialize(
+    model: HasWeights,
+    device: torch.device,
+    seed: int,
+    pretrained: Pretrained | None = None,
+    offload: bool = False,
+) -> None:
+    """Give a meta-device model storage and initial values, in place: the same in every layout of ranks.
+
+    With `pretrained` they are read. A parameter that ranks share is made whole alone: the model never
+    exists whole anywhere. With `offload` the shards are in host memory.
+    """
+    model.to_empty(device=torch.device("cpu") if offload else device)
+    for weight, parameter in model.weights():
+        own = shard_of_whole(weight, model.layout, parameter)
+        if own.shard.sizes == weight.shape and not offload:
+            fill(own.local, weight, seed, pretrained)
+            continue
+        whole = torch.empty(weight.shape, dtype=parameter.dtype, device=device)
+        fill(whole, weight, seed, pretrained)
+        own.local.copy_(whole[own.shard.slices])

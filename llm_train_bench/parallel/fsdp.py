@@ -21,11 +21,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from llm_train_bench.apply.precision import AMP_DTYPES
-from llm_train_bench.apply.sharded import is_sharded, shard_of_whole, sharded_modules
+from llm_train_bench.apply.sharded import is_sharded, sharded_modules
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.hf import Pretrained
-from llm_train_bench.model.init import fill
-from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import sharded_dimension
 
@@ -109,27 +106,6 @@ def no_sync(model: nn.Module, work: Work) -> Callable[[], contextlib.AbstractCon
         cast(FSDPModule, model).set_requires_gradient_sync(True)
 
     return unreduced if work.fsdp and work.fsdp.reduce_last else contextlib.nullcontext
-
-
-@torch.no_grad()
-def materialize_shards(
-    model: HasWeights,
-    device: torch.device,
-    seed: int,
-    pretrained: Pretrained | None = None,
-    offload: bool = False,
-) -> None:
-    """Give a sharded meta-device model storage and the same values as an unsharded one, in place.
-
-    One parameter at a time is made whole (or read, with `pretrained`): the model never
-    exists whole anywhere. With `offload` the shards are in host memory.
-    """
-    model.to_empty(device=torch.device("cpu") if offload else device)
-    for weight, parameter in model.weights():
-        full = torch.empty(weight.shape, dtype=parameter.dtype, device=device)
-        fill(full, weight, seed, pretrained)
-        own = shard_of_whole(weight, model.layout, parameter)
-        own.local.copy_(full[own.shard.slices])
 
 
 def unshard(parameter: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,8 @@ def build_passes(
     """
     work, log, device, scaler, fp8 = run.plan.work, run.log, run.device, run.scaler, run.fp8
     n_micro, train, graphs = work.batch.grad_acc_steps, work.trains, work.cuda_graphs
-    amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
+    sharded = sharded_modules(model)
+    amp = "off" if sharded else work.amp  # FSDP casts when it gathers
     micro_batches = repeating_last(micro_batches)
     # Ranks that share a batch each add a part of its gradient; otherwise FSDP and DDP average.
     loss_divisor = work.parallelism.ranks if work.parallelism.divided else 1
@@ -288,11 +289,6 @@ def build_step(
     return step_fn
 
 
-def forward_amp(amp: str, model: nn.Module) -> str:
-    """The autocast of a forward pass: none for a sharded model, which casts when it gathers."""
-    return "off" if sharded_modules(model) else amp
-
-
 def build_evaluation(
     run: Run, model: nn.Module, data: Validation | None
 ) -> Callable[[], float | None]:
@@ -310,7 +306,8 @@ def validation_loss(run: Run, model: nn.Module, data: Validation | None) -> floa
     if data is None:
         return None
     work, device = run.plan.work, run.device
-    amp = forward_amp(work.amp, model)
+    sharded = sharded_modules(model)
+    amp = "off" if sharded else work.amp
     model.eval()
     total = torch.zeros((), device=device)
     for batch in batches(*data, device):
@@ -319,7 +316,7 @@ def validation_loss(run: Run, model: nn.Module, data: Validation | None) -> floa
         with autocast(amp, device):
             total += model(*batch) * batch.weight
     model.train()
-    reshard(sharded_modules(model))
+    reshard(sharded)
     if work.parallelism.divided:  # each rank's loss is of its own tokens
         average_over_ranks(total)
     return (total / len(data[1])).item()

@@ -46,7 +46,7 @@ from llm_train_bench.settings.flags import (
     OptimizerFlags,
     Script,
 )
-from llm_train_bench.settings.rules import broken_rule
+from llm_train_bench.settings.rules import broken_rule, check_sizes
 
 LONGEST_DEFAULT = 4096
 # Part of a device's memory that --bsz auto leaves free.
@@ -186,7 +186,6 @@ def make_plan(
     sharding = FsdpOptions(reshard, args.reduce_dtype, args.cpu_offload, args.reduce_last)
     fsdp = sharding if script in SHARDED else None
     batch = resolve_batch(args, seq_len, parallelism)
-    check_micro_batches(args, config, batch, parallelism)
     batch, packing = pack_documents(args, batch, schedule)
     work = Work(
         config, batch, parallelism, amp=amp, ddp=ddp, fsdp=fsdp,
@@ -197,6 +196,7 @@ def make_plan(
         compile_mode=args.compile_mode if args.pt_compile else None,
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
+    check_sizes(args, work)
     work = dataclasses.replace(
         work,
         attention=choose_attention_kernel(args.attention, work, platform),
@@ -204,22 +204,10 @@ def make_plan(
         lora=resolve_lora(args, work),
         fp8=resolve_fp8_layers(args, work, platform),
     )
-    check_dealing(work)
     notes = note_slow_format(args, amp, config, platform)
     args = dataclasses.replace(args, amp=amp)
     plan = Plan(script, args, platform, work, schedule, packing, notes)
     return plan if memory_gib is None else plan.within(memory_gib)
-
-
-def check_dealing(work: Work) -> None:
-    """UsageError where experts cannot be dealt out in turn."""
-    if work.balanced and "experts" not in work.config.parts:
-        raise UsageError(f"--route balanced: {work.config.path} has no experts; leave it out")
-    if work.balanced and work.batch.documents and work.by_tokens:
-        raise UsageError(
-            "--route balanced with --pack: cp ranks that gather keys have other tokens of each sample; "
-            "use --route learned, or a --cp that divides the key/value heads"
-        )
 
 
 def note_slow_format(
@@ -436,37 +424,6 @@ def resolve_parallelism(
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
     dp_shard, stages = shards // (tp * cp), (args.pp_virtual, args.pp_layers)
     return Parallelism(args.dp_replicate, dp_shard, cp, tp, ep, pp, *stages, ulysses)
-
-
-def check_micro_batches(
-    args: Args, config: ModelConfig, batch: Batch, parallelism: Parallelism
-) -> None:
-    """UsageError where micro batches are too few for --reduce-last, or they or the layers for stages."""
-    if args.reduce_last and batch.grad_acc_steps == 1:
-        raise UsageError(
-            "--reduce-last: a step has one micro batch; raise --grad-acc-steps, or leave it out"
-        )
-    pp, virtual, micro = parallelism.pp, parallelism.virtual, batch.grad_acc_steps
-    blocks, stages, sizes = config.num_hidden_layers, parallelism.stages, parallelism.layers
-    if blocks < stages:
-        raise UsageError(
-            f"--pp {pp} x --pp-virtual {virtual} = {stages} stages: {config.path} has only {blocks} "
-            "blocks; use no more stages"
-        )
-    if sizes and (len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1):
-        raise UsageError(
-            f"--pp-layers {' '.join(map(str, sizes))}: give {stages} numbers of 1 or more that add up to "
-            f"the {blocks} blocks of {config.path}"
-        )
-    if micro < pp or (virtual > 1 and micro % pp):
-        few = max(1, -(-micro // pp)) * pp
-        need = "a multiple of it" if virtual > 1 else "as many or more"
-        use = f"--grad-acc-steps {few}"
-        if args.global_bsz:
-            use = f"--global-bsz {args.global_bsz // micro * few}, or a smaller --bsz"
-        raise UsageError(
-            f"--pp {pp}: {micro} micro batches a step, and the schedule needs {need}; use {use}"
-        )
 
 
 def _must_divide(flag: str, value: int, what: str, *sizes: int, least: int = 1) -> None:

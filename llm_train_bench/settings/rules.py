@@ -1,6 +1,6 @@
 """Flags that do not work together: one table, for the refusals, docs/tables.py and the tests.
 
-What depends on the model's sizes or the number of ranks is refused in settings/plan.py. Needs no torch.
+Sizes that do not divide are refused in settings/plan.py. Needs no torch.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import get_args
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
@@ -126,7 +127,36 @@ CONTRADICTIONS = (
     ("--fp8-all-gather needs --fp8-backend torchao and --fp8-recipe tensorwise, and no --tp, --cp, --ep",
      lambda a, s: a.fp8_all_gather and (a.fp8_recipe != "tensorwise" or _divided(a, s))),
 )
+# What depends on the model's sizes or the number of ranks: of the arguments and the work of a step.
+SIZES = (
+    ("--route balanced: {w.config.path} has no experts; leave it out",
+     lambda a, w: w.balanced and "experts" not in w.config.parts),
+    ("--route balanced with --pack: cp ranks that gather keys have other tokens of each sample; use "
+     "--route learned, or a --cp that divides the key/value heads",
+     lambda a, w: w.balanced and w.batch.documents and w.by_tokens),
+    ("--reduce-last: a step has one micro batch; raise --grad-acc-steps, or leave it out",
+     lambda a, w: a.reduce_last and w.batch.grad_acc_steps == 1),
+    ("--pp {p.pp} x --pp-virtual {p.virtual} = {p.stages} stages: {w.config.path} has only "
+     "{w.config.num_hidden_layers} blocks; use no more stages",
+     lambda a, w: w.config.num_hidden_layers < w.parallelism.stages),
+    ("--pp-layers: give {p.stages} numbers of 1 or more that add up to the {w.config.num_hidden_layers} "
+     "blocks of {w.config.path}",
+     lambda a, w: a.pp_layers and (len(a.pp_layers) != w.parallelism.stages or min(a.pp_layers) < 1
+                                   or sum(a.pp_layers) != w.config.num_hidden_layers)),
+    ("--pp {p.pp}: the schedule needs a multiple of it in micro batches, not {w.batch.grad_acc_steps}; "
+     "change --grad-acc-steps, or --global-bsz and --bsz",
+     lambda a, w: w.batch.grad_acc_steps % w.parallelism.pp and w.parallelism.virtual > 1),
+    ("--pp {p.pp}: the schedule needs as many micro batches or more, not {w.batch.grad_acc_steps}; "
+     "raise --grad-acc-steps, or use a larger --global-bsz or a smaller --bsz",
+     lambda a, w: w.batch.grad_acc_steps < w.parallelism.pp),
+)
 # fmt: on
+
+
+def check_sizes(args: Args, work: Work) -> None:
+    """UsageError for the first of SIZES that refuses."""
+    if text := next((text for text, applies in SIZES if applies(args, work)), None):
+        raise UsageError(text.format(w=work, p=work.parallelism))
 
 
 def check(args: Args, script: Script) -> Args:
