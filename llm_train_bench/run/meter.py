@@ -25,6 +25,7 @@ from llm_train_bench.model.config import ModelConfig, describe_keys_without_effe
 from llm_train_bench.parallel.ranks import gather, joined_ranks, on_main
 from llm_train_bench.results.console import say
 from llm_train_bench.results.figures import fill_flop_rates
+from llm_train_bench.results.result_files import begin_attempt
 from llm_train_bench.results.schema import METER_LENGTH, ModelInfo, Result, StepSize
 from llm_train_bench.run import provenance
 from llm_train_bench.run.profiling import profiler_is_on, traced
@@ -154,13 +155,17 @@ class Meter:
         if shape:
             model = provenance.describe_model(shape).model_copy(update={"name": name})
         # The end of the default name tells apart those of one second.
-        usual = f"{provenance.default_name(name, {})}-{uuid.uuid4().hex[:4]}"
+        run_id = uuid.uuid4().hex
+        usual = f"{provenance.default_name(name, {})}-{run_id[:4]}"
+        run_name, run_id = on_main(ranks, lambda: (flags.run_name or usual, run_id))
         result = provenance.begin_result(
             f"Meter in {Path(sys.argv[0] or 'python').name}",
             {"n_steps": n_steps, "warmup_steps": warmup_steps, **settings},
             model,
             provenance.describe_environment(device, LOOPS),
-            run_name=on_main(ranks, lambda: flags.run_name or usual),
+            run_name=run_name,
+            run_id=run_id,
+            attempts=[begin_attempt()],
             device=provenance.describe_device(device, ranks.world, None),
             batch=StepSize(tokens_per_step=tokens_per_step, seq_len=seq_len),
             loss_known=False,

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import sys
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from llm_train_bench.formulas.parameters import count_parameters, linear_paramet
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_version
 from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect
-from llm_train_bench.results.result_files import begin_attempt, now, this_process
+from llm_train_bench.results.result_files import now, this_process
 from llm_train_bench.results.schema import Device, Fp8Info, ModelInfo, Result, StepSize
 from llm_train_bench.settings.flags import (
     LEARNT,
@@ -66,7 +65,6 @@ def begin_result(
     **fields: Any,
 ) -> Result:
     """The result of a run that begins now in this process; `fields` are the other ones of Result."""
-    fields = {"run_id": uuid.uuid4().hex, "attempts": [begin_attempt()]} | fields
     return Result(
         version=__version__,
         entrypoint=entrypoint,
