@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ SMALL = {"tokens_per_step": 32, "warmup_steps": 2, "n_steps": 3}
 LOOP = f"""
 import os, signal, sys, time
 from llm_train_bench import Meter
+sys.last_value = KeyError("of an earlier cell of a notebook")
 meter = Meter({TINY!r}, output_dir="runs", quiet=True, tokens_per_step=8, warmup_steps=1, n_steps=100)
 """
 
@@ -240,12 +242,15 @@ def meter_of(directory, **options) -> Meter:
 
 
 def test_starting_and_stopping_without_with(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
     meter = meter_of(tmp_path).start()
+    assert signal.getsignal(signal.SIGTERM) != before
     for _ in range(5):
         with meter.step():
             pass
     meter.stop()
     meter.stop()
+    assert signal.getsignal(signal.SIGTERM) == before  # or a second Meter would lose its steps
     assert meter.result.metrics.n_measured_steps == 3
     assert only_result(tmp_path)["status"] == "ok"
 

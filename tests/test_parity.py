@@ -113,6 +113,7 @@ def test_files_of_either_side_mean_the_same_model(pair, tmp_path):
     again = kind.from_pretrained(tmp_path)
     torch.testing.assert_close(dict(again.state_dict()), dict(theirs.state_dict()), rtol=0, atol=0)
     newer = json.loads((directory / "config.json").read_text())
+    assert ROWS[ours_config.model_type].architecture == kind.__name__
     assert parse_config(newer, "config.json").hash == ours_config.hash
     if ours_config.model_type not in ("gpt2", "nemotron_h"):
         assert "rope_parameters" in newer and "rope_theta" not in newer
