@@ -326,7 +326,8 @@ def test_fp8_learns_as_bf16_does(backend, flags, tmp_path, bf16_losses):
     assert fp8_losses != bf16_losses
     ratio = sum(fp8_losses[-10:]) / sum(bf16_losses[-10:])
     assert 0.95 < ratio < 1.02
-    assert not [r for r in only_result(tmp_path)["remarks"] if r["kind"] == "invalid"]
+    invalid = {r["text"] for r in only_result(tmp_path)["remarks"] if r["kind"] == "invalid"}
+    assert invalid <= {"shared GPU"}  # other tests may be on it
 
 
 @pytest.mark.transformer_engine
