@@ -317,8 +317,6 @@ def compare(name: str, out: Path) -> Difference:
     limits = {"gradient": case.rough or 1e-5} if case.steps == 2 else LIMITS
     if MUON in case.flags:  # momenta are rounded to bf16
         limits = limits | dict(loss=1e-4, valid=1e-4, norm=5e-5, later=3e-4, at_end=2e-3)
-    if DEVICE == "cuda":  # kernels are chosen by size; not measured yet
-        limits = {key: 10 * limit for key, limit in limits.items()}
     return Difference(dict(zip(LIMITS, numbers, strict=True)), most, traffic, limits)
 
 

@@ -592,6 +592,15 @@ def test_what_other_trainers_keep(estimated):
     assert 0.5 < theirs / ours < 0.8
 
 
+def test_one_gpu_is_estimated_for_the_script_that_is_asked_for(estimated):
+    """DDP's buckets hold gradients at the peak: measured on an H200, docs/ESTIMATES.md."""
+    argv = "configs/gpt2-1.5b.json --gpu h200 --bsz 32 --seq-len 1024 --use-fp8 --fp8-backend te"
+    alone, ddp = (estimated(argv, more) for more in ("", "--parallel ddp"))
+    assert (alone["script"], ddp["script"]) == ("train.py", "train_ddp.py")
+    assert ddp["memory"]["peak"] == pytest.approx(97.28 * 2**30, rel=0.01)
+    assert alone["memory"]["peak"] == ddp["memory"]["peak"] - ddp["memory"]["gradients"]
+
+
 def test_a_plan_for_any_number_of_gpus_at_any_price(estimated):
     """Six GPUs, a price, a name with a comma, JSON."""
     base = "configs/gpt2-1.5b.json --plan --tokens 1e10"

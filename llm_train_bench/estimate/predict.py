@@ -52,7 +52,8 @@ class EstimateFlags:
     gpus: Number of GPUs.
     per_node: GPUs that share fast links: of a machine, or of an NVLink domain. By default as many as
         the device has: 72 for GB200 and GB300, 8 for most.
-    parallel: Script for several GPUs: train_fsdp.py, train_ddp.py, or train_pp.py (also set by --pp).
+    parallel: Script: train_fsdp.py, train_ddp.py, or train_pp.py (also set by --pp). By default train.py
+        for one GPU, and train_fsdp.py for several.
     tokens: Tokens of the training run; also prints its days, energy and cost.
     limit: Limits of one GPU: memory=GIB, or nic=GB/s of its network, one way.
     trainer: Trainer that executes the step: ours, torchtitan, megatron, ... (configs/trainers.json).
@@ -66,7 +67,7 @@ class EstimateFlags:
     gpu: str | None = flag(None, metavar="NAME")
     gpus: int = flag(1, at_least=1, at_most=2**20)
     per_node: int | None = flag(None, at_least=1, at_most=2**20)
-    parallel: Literal["fsdp", "ddp", "pp"] = flag("fsdp")
+    parallel: Literal["fsdp", "ddp", "pp"] | None = flag(None)
     tokens: float | None = flag(None, above=0, at_most=1e16)
     limit: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
     trainer: str = flag("ours", metavar="NAME")
@@ -221,11 +222,11 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
 
 def script_of(pp: int | None, wanted: EstimateFlags) -> Script:
     """The script that the flags mean; UsageError for replicas with stages."""
-    several = Script[wanted.parallel.upper()]
+    several = Script[(wanted.parallel or "fsdp").upper()]
     if pp and several is Script.DDP:
         raise UsageError("--parallel ddp: replicas have no stages; leave out --pp, or --parallel")
     several = Script.PP if pp else several
-    return Script.ONE if wanted.gpus == 1 else several
+    return Script.ONE if wanted.gpus == 1 and not wanted.parallel else several
 
 
 def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]:
