@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     console = plain_console(width=None if sys.stdout.isatty() else 160)
     if args.json:
         content = [
-            {"trace": t.path, "device": t.device_name}
+            {"trace": t.path, "device": t.device_name, "notes": t.notes}
             | b.model_dump()
             | {"matmul_tflops": b.matmul_tflops}
             for t, b in traces
@@ -75,9 +75,14 @@ def main(argv: Sequence[str]) -> int:
     else:
         ((trace, b),) = traces
         steps = f"{b.n_steps} step{'s' * (b.n_steps != 1)}"
+        if b.n_steps < len(trace.steps):
+            steps += f" of {len(trace.steps)}: no launch of the first ones was recorded"
         steps = steps if trace.steps else "no marked steps, taken as one"
         console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
         show_breakdown(console, "class", b)
+    for trace, _ in [] if args.json else traces:
+        for note in trace.notes:
+            print(f"note: {trace.path}: {note}")
     return 0
 
 

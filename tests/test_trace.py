@@ -173,6 +173,79 @@ def test_a_trace_that_unpacks_without_end_is_refused(tmp_path, refused):
     refused(trace_report.main, f"unpacks to over {most:.0f} MiB", tmp_path / "x.json.gz")
 
 
+def two_steps(step="user_annotation", op="cpu_op", copy="gpu_memcpy", launch="cuda_runtime"):
+    """Two steps of 1 ms, by category: a matmul of 0.3 ms, a copy of 0.2 ms."""
+    events = []
+    for i, t in enumerate((0.0, 1000.0)):
+        ids = {"correlation": 10 + i, "External id": 1 + i}
+        events.append(event(f"ProfilerStep#{i}", t, t + 1000, step, 1))
+        shapes = {"Input Dims": [[4096, 4096], [4096, 4096]], "Input type": ["float", "float"]}
+        events.append(event("aten::mm", t + 10, t + 110, op, 1, **{"External id": 1 + i}, **shapes))
+        events.append(event("cudaLaunchKernel", t + 20, t + 25, launch, 1, **ids))
+        events.append(event("volta_sgemm_128x64_nn", t + 100, t + 400, **ids))
+        copied = event("Memcpy HtoD (Pageable -> Device)", t + 500, t + 700, correlation=20 + i)
+        events.append(copied | {"cat": copy})
+    return events
+
+
+def of_process(events, offset):
+    return [e | {"pid": e["pid"] + offset} for e in events]
+
+
+WHOLE = two_steps()
+OLD = two_steps("Operator", "Operator", "Memcpy", "Runtime")
+SECOND_GPU = [
+    event("gemm", t, t + 250.0, device=1, correlation=30) | {"pid": 1} for t in (0.0, 9e2)
+]
+# By what is odd, the events, and what is said of it.
+ODD = {
+    "nothing": (WHOLE, ""),
+    "PyTorch 1.8 to 1.11": ([e | {"cat": e["cat"].title()} for e in OLD], ""),
+    "a category of tomorrow": ([*WHOLE, event("x", 0, 9, "quantum")], "category 'quantum' left out"),
+    "a negative duration": ([*WHOLE, event("x", 9, 4, "cpu_op", 1)], "1 event without times"),
+    "no time": ([*WHOLE, WHOLE[1] | {"ts": "x"}, WHOLE[1] | {"dur": None}], "2 events without times"),
+    "a second GPU": (SECOND_GPU + WHOLE, "GPU 0 is shown, the busiest of 2; the others worked 50%"),
+    "two ranks": (WHOLE + of_process(two_steps(), 100), "only process 1 is shown"),
+    "marks of two threads": ([*WHOLE, WHOLE[0] | {"tid": 2, "ts": 1}], ""),
+    "a lost launch": ([e for e in WHOLE if e is not WHOLE[2]], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_traces_have_the_same_steps(odd, tmp_path):
+    """../shared/cases of the projects that wrote them: kineto, PyTorch's profiler, merging tools."""
+    events, said = ODD[odd]
+    trace = read_trace(write_trace(tmp_path / "t.json", events))
+    b = break_down(trace)
+    assert (b.n_steps, micros(b.classes_s)) == (2, {"idle": 500, "matmul fp32": 300, "copies": 200})
+    assert b.step_time_s == pytest.approx(1e-3)
+    assert said in " ".join(trace.notes) if said else not trace.notes
+
+
+def test_a_step_whose_records_are_lost_does_not_count(tmp_path, output_of):
+    kept = [e for e in WHOLE if e["name"] in ("ProfilerStep#0", "volta_sgemm_128x64_nn")]
+    path = write_trace(tmp_path / "t.json", [*kept[:2], *WHOLE[4:]])
+    b = break_down(read_trace(path))
+    assert (b.n_steps, b.step_time_s) == (1, pytest.approx(1e-3))
+    assert "1 step of 2: no launch of the first ones" in output_of(trace_report.main, path)
+
+
+def test_a_gpu_program_without_recorded_kernels_has_no_rates(tmp_path, refused):
+    """kineto#996, pytorch#99615: CUPTI was not there, or another profiler had it."""
+    host = [e for e in WHOLE if e["cat"] in ("user_annotation", "cpu_op", "cuda_runtime")]
+    listed = {"deviceProperties": [{"id": 0, "name": "NVIDIA A100-SXM4-80GB"}]}
+    path = write_trace(tmp_path / "t.json", host, **listed)
+    refused(trace_report.main, "has 2 launches of GPU kernels, but no kernel: CUPTI", path)
+    host = [e for e in host if e["cat"] != "cuda_runtime"]
+    trace = read_trace(write_trace(path, host, **listed))
+    assert break_down(trace).matmul_flops is None and trace.device_name is None
+    assert (
+        "A100-SXM4-80GB: has no work in this file; the times are those of the host"
+        in trace.notes[0]
+    )
+    assert break_down(read_trace(write_trace(path, host))).matmul_flops == 2 * 4096**3
+
+
 def test_devices_that_are_not_listed_or_not_read(tmp_path, refused):
     path = write_trace(tmp_path / "t.json", [MM], deviceProperties={"name": "H100"})
     assert read_trace(path).device_name is None
@@ -207,6 +280,22 @@ def test_two_traces_of_a_rank_are_refused(tmp_path, refused):
     rank_trace(tmp_path, 0, 0)
     shutil.copy(tmp_path / "r9.json", tmp_path / "r0.json")
     refused(trace_report.main, "rank 0 has 2 traces (r0.json, r9.json)", tmp_path)
+
+
+def test_traces_of_several_runs_have_no_straggler(tmp_path, refused):
+    for rank, changed in enumerate(({}, {"deviceProperties": [{"name": "H100"}]})):
+        rank_trace(tmp_path, rank, 400.0 * rank)
+        path = tmp_path / f"r{9 - rank}.json"
+        content = (
+            json.loads(path.read_text()) | {"deviceProperties": [{"name": "MI300X"}]} | changed
+        )
+        path.write_text(json.dumps(content))
+    refused(trace_report.main, "holds traces of different GPUs (H100, MI300X)", tmp_path)
+    content["deviceProperties"], content["distributedInfo"]["world_size"] = [{"name": "MI300X"}], 16
+    path.write_text(json.dumps(content))
+    refused(trace_report.main, "different runs, by their numbers of ranks (16, 3)", tmp_path)
+    rank_trace(tmp_path, 1, 0.0, n_steps=3)
+    refused(trace_report.main, "different numbers of steps (1, 3)", tmp_path)
 
 
 @pytest.mark.parametrize("cut", [slice(40, 80), slice(-9, None), slice(-8, -4)], ids=str)

@@ -4,6 +4,7 @@ A moment belongs to the kernel that computes. If none computes, it belongs to co
 ("exposed" means this), or without that to a copy. Otherwise the GPU is idle. Needs no torch.
 """
 
+import bisect
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -85,6 +86,7 @@ class _Parts(NamedTuple):
     """What a trace's steps are made of, all steps together [us]."""
 
     window: Interval
+    steps: int
     classes: dict[str, float]
     overlapped: float
     calls: Counter[tuple[str, str]]
@@ -99,9 +101,9 @@ def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:
 
     `matmul_flops`, the FLOPs of a step's matmuls, are taken from recorded shapes where not given.
     """
-    n = max(1, len(trace.steps))
     parts = _gpu_parts(trace) if trace.gpu else _cpu_parts(trace)
-    if matmul_flops is None and parts.matmul_flops:
+    n = parts.steps
+    if matmul_flops is None and parts.matmul_flops and not trace.lists_idle_gpu:
         matmul_flops = parts.matmul_flops / n
     matmul_times = (t for (_, label), t in parts.times.items() if label.startswith(MATMUL))
     begin, end = parts.window
@@ -123,7 +125,7 @@ def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:
 
 
 def _gpu_parts(trace: Trace) -> _Parts:
-    begin, end = _gpu_window(trace)
+    begin, end, steps = _gpu_window(trace)
     labels = _label(trace)
     activities = [
         (max(s.start, begin), min(s.end, end), label, s.name)
@@ -150,22 +152,28 @@ def _gpu_parts(trace: Trace) -> _Parts:
         trace.operator_id(s) for s, k in zip(trace.gpu, labels, strict=True) if k.startswith(MATMUL)
     }
     flops = _flops_of(("", trace.operators.get(id)) for id in matmuls)
-    return _Parts((begin, end), classes, overlapped, calls, times, flops, gaps)
+    return _Parts((begin, end), steps, classes, overlapped, calls, times, flops, gaps)
 
 
-def _gpu_window(trace: Trace) -> Interval:
-    """From the first step's start, or the end of older work still running then, to the last end."""
-    begin = trace.steps[0].start if trace.steps else trace.gpu[0].start
+def _gpu_window(trace: Trace) -> tuple[float, float, int]:
+    """The begin, the end and the number of the steps that the GPU worked for.
+
+    From the first step's start, or the end of older work still running then, to the last end. First steps
+    from which no work comes, as the records of their launches were lost, are left out.
+    """
     end = max(s.end for s in trace.gpu)
-    if trace.steps:
-        end = max(end, trace.steps[-1].end)
-        # Work launched before the trace has no launch in it. The GPU has finished that work, at
-        # the latest, when it begins the first work with a launch.
-        first = next((s for s in trace.gpu if trace.launch_of(s) is not None), None)
-        if first is not None:
-            older = [s.end for s in trace.gpu if s.start < first.start]
-            begin = max(begin, min(max(older, default=begin), first.start))
-    return begin, end
+    if not trace.steps:
+        return trace.gpu[0].start, end, 1
+    end, starts = max(end, trace.steps[-1].end), [s.start for s in trace.steps]
+    # Work from before the trace has no origin in it. The GPU has finished that work, at the latest, when
+    # it begins the first of the trace's own.
+    own = [(s, origin) for s in trace.gpu if (origin := trace.origin_of(s)) is not None]
+    if not own:
+        return starts[0], end, len(starts)
+    lost = max(0, bisect.bisect_right(starts, min(origin for _, origin in own)) - 1)
+    first = own[0][0].start
+    older = max((s.end for s in trace.gpu if s.start < first), default=starts[0])
+    return max(starts[lost], min(older, first)), end, len(starts) - lost
 
 
 def _label(trace: Trace) -> list[str]:
@@ -252,6 +260,7 @@ def _cpu_parts(trace: Trace) -> _Parts:
         classes[label] += length
     return _Parts(
         (begin, end),
+        max(1, len(steps)),
         classes,
         union(elsewhere) - exposed,
         Counter((s.name, labels[id(s)]) for s in spans),

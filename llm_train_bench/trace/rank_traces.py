@@ -42,6 +42,8 @@ class Rank:
     rank: int
     path: str
     device_name: str | None
+    world_size: int | None
+    notes: tuple[str, ...]
     breakdown: Breakdown
     calls: dict[tuple[str, str], list[float]]
     """Lengths of a collective's calls, in order, by its kind and process group."""
@@ -98,6 +100,17 @@ def read_ranks(directory: Path) -> list[Rank]:
         if len(files) > 1:
             several = f"rank {rank} has {len(files)} traces ({', '.join(files)})"
             raise UsageError(f"{directory}: {several}; give one run's")
+    # Of two runs a straggler would be found too.
+    for what, values in {
+        "GPUs": {r.device_name for r in ranks if r.device_name},
+        "runs, by their numbers of ranks": {r.world_size for r in ranks if r.world_size},
+        "numbers of steps": {r.breakdown.n_steps for r in ranks},
+    }.items():
+        if len(values) > 1:
+            found = ", ".join(sorted(map(str, values)))
+            raise UsageError(
+                f"{directory}: holds traces of different {what} ({found}); give one run's"
+            )
     return sorted(ranks, key=lambda r: r.rank)
 
 
@@ -119,7 +132,8 @@ def summary_of(trace: Trace, number: int) -> Rank:
     )
     exposed = {kind: union([*busy, *each]) - union(busy) for kind, each in times.items()}
     breakdown = break_down(trace)
-    return Rank(number, trace.path, trace.device_name, breakdown, dict(calls), exposed)
+    about = number, trace.path, trace.device_name, trace.world_size, trace.notes
+    return Rank(*about, breakdown, dict(calls), exposed)
 
 
 def _host_spans(trace: Trace) -> list[tuple[Span, str]]:
@@ -184,6 +198,9 @@ def show_ranks(ranks: Sequence[Rank], waits: Waiting) -> None:
     show_whole(table)
     for line in verdict_on_ranks(ranks, waits):
         print(line)
+    for r in ranks:
+        for note in r.notes:
+            print(f"note: rank {r.rank}: {note}")
 
 
 def by_collective(ranks: Sequence[Rank], waits: Waiting) -> dict[str, dict[str, float]]:
@@ -233,7 +250,8 @@ def ranks_as_json(ranks: Sequence[Rank], waits: Waiting) -> dict[str, Any]:
     steps = {r.rank: r.breakdown.n_steps for r in ranks}
     return {
         "ranks": [
-            {"rank": r.rank, "trace": r.path, "device": r.device_name, **r.breakdown.model_dump(),
+            {"rank": r.rank, "trace": r.path, "device": r.device_name, "notes": r.notes,
+             **r.breakdown.model_dump(),
              "waits_s": waits.of(r.rank) / r.breakdown.n_steps / 1e6,
              "waited_for_s": waits.caused_by(r.rank) / r.breakdown.n_steps / 1e6}
             for r in ranks

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,17 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.model.json_files import plain_file
 
-# Categories of the events that are read.
-KINDS = {
-    "gpu": ("kernel", "gpu_memcpy", "gpu_memset"),
-    "launch": ("cuda_runtime", "cuda_driver"),
-    "host": ("cpu_op", "user_annotation"),
-}
-CATEGORIES = {category: (kind, category) for kind, names in KINDS.items() for category in names}
+# Categories of the events that are read, also as PyTorch 1.8 to 1.11 name them.
+CATEGORIES = {name: ("gpu", name) for name in ("kernel", "gpu_memcpy", "gpu_memset")}
+CATEGORIES |= {name: ("launch", name) for name in ("cuda_runtime", "cuda_driver")}
+CATEGORIES |= {name: ("host", name) for name in ("cpu_op", "user_annotation")}
+CATEGORIES |= {"memcpy": ("gpu", "gpu_memcpy"), "memset": ("gpu", "gpu_memset")}
+CATEGORIES |= {"runtime": ("launch", "cuda_runtime"), "operator": ("host", "cpu_op")}
+# Kineto's others, which say nothing of a step's time; any other is named to the reader.
+PASSED_OVER = set(
+    "trace python_function python gpu_user_annotation overhead cuda_sync cuda_event cpu_instant_event "
+    "external_correlation cuda_profiler_range gpu_pm_counter collective_comm".split()
+)
 STEP = "ProfilerStep#"
 PIECE = 2**23
 # No single event is as long.
@@ -79,6 +83,11 @@ class Trace:
     steps: list[Span]
     rank: int | None = None
     """As its process group said."""
+    world_size: int | None = None
+    lists_idle_gpu: bool = False
+    """Whether it names a GPU, but has none of its work."""
+    notes: tuple[str, ...] = ()
+    """What the file has beyond this, in words."""
 
     @property
     def host_spans(self) -> Iterator[Span]:
@@ -93,6 +102,11 @@ class Trace:
         return max(self.host, key=lambda thread: len(self.host[thread]))
 
     @functools.cached_property
+    def operator_ids(self) -> set[Any]:
+        """Of all CPU operators."""
+        return {s.operator for s in self.host_spans if s.category == "cpu_op"} - {None}
+
+    @functools.cached_property
     def operators(self) -> dict[Any, dict[str, Any]]:
         """Arguments of the CPU operators with recorded shapes, by the id that their kernels carry."""
         spans = (s for s in self.host_spans if s.category == "cpu_op" and s.operator is not None)
@@ -101,6 +115,16 @@ class Trace:
     def launch_of(self, activity: Span) -> Span | None:
         """The call of the host that gave this to the GPU, where it was recorded."""
         return self.launches.get(activity.correlation)
+
+    def origin_of(self, activity: Span) -> float | None:
+        """When an activity's launch began; by its start if the launch was lost and its operator was not.
+
+        None for what was launched before the trace.
+        """
+        if launch := self.launch_of(activity):
+            return launch.start
+        known = activity.operator in self.operator_ids and activity.operator != activity.correlation
+        return activity.start if known else None
 
     def operator_id(self, activity: Span) -> int | None:
         """The id of the CPU operator behind a GPU activity.
@@ -114,23 +138,28 @@ class Trace:
 def read_trace(path: str | Path) -> Trace:
     """The spans of a trace file; UsageError if it is no trace."""
     header: dict[str, Any] = {}
-    gpu, launches, steps = [], {}, []
+    gpu, steps = [], []
+    launches: dict[Any, dict[Any, Span]] = defaultdict(dict)  # by process
     host: dict[Thread, list[Span]] = defaultdict(list)
+    passed_over: Counter[str] = Counter()
     seen: dict[Any, Any] = {}  # one object for each name, thread and shape, however often it comes
     for event in _events(Path(path), header):
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        category = str(event.get("cat")).lower()
+        category = str(event.get("cat", "")).lower()
         if category.startswith("mtia"):
             raise UsageError(f"{path}: is of an MTIA device, whose kernels are not read")
-        kind, category = CATEGORIES.get(category, ("", ""))
+        if category not in CATEGORIES:
+            if category not in PASSED_OVER:
+                passed_over[f"of the unknown category {printable(category)[:40]!r}"] += 1
+            continue
+        kind, category = CATEGORIES[category]
         try:
             start, length = float(event["ts"]), float(event.get("dur", 0))
         except (KeyError, TypeError, ValueError, OverflowError):
             start, length = math.nan, 0.0
         if not math.isfinite(start + length) or length < 0:
-            raise UsageError(f"{path}: has an event without times: {str(event)[:80]}")
-        if not kind:
+            passed_over["without times"] += 1
             continue
         args = event.get("args") or _NOTHING
         if _is_odd(event, args):
@@ -145,24 +174,49 @@ def read_trace(path: str | Path) -> Trace:
         if kind != "launch" and not READ_ARGS.isdisjoint(args):
             read_args = {key: args[key] for key in READ_ARGS if key in args}
             read_args = seen.setdefault(str(read_args), read_args)
-        operator, launch, device = map(args.get, ("External id", "correlation", "device"))
+        operator = args.get("External id", args.get("external id"))
+        launch, device = args.get("correlation"), args.get("device")
         end = start + length
         span = Span(name, category, start, end, thread, operator, launch, device, read_args)
         if kind == "gpu":
             gpu.append(span)
         elif kind == "launch":
             if span.correlation is not None:
-                launches[span.correlation] = span
+                launches[thread[0]][span.correlation] = span
         elif name.startswith(STEP):
             steps.append(span)
         else:
             host[thread].append(span)
+    notes = [f"{n} event{'s' * (n > 1)} {what} left out" for what, n in passed_over.items()]
     if not gpu and not host:
-        raise UsageError(f"{path}: holds no operators and no GPU kernels; is it a PyTorch trace?")
+        besides = ", ".join(["holds no operators and no GPU kernels", *notes[:3]])
+        raise UsageError(f"{path}: {besides}; is it a PyTorch trace?")
+    given = [c for each in launches.values() for c in each.values() if "Launch" in c.name]
+    if given and not gpu:
+        raise UsageError(
+            f"{path}: has {len(given)} launches of GPU kernels, but no kernel: CUPTI or ROCTracer "
+            "recorded none; profile again with ProfilerActivity.CUDA, and without another profiler"
+        )
     for spans in host.values():
         # If two start together, the longer is the outer one.
         spans.sort(key=lambda s: (s.start, -s.end))
-    gpu = _of_busiest_device(gpu)
+    steps = _of_one_thread(steps)
+    processes = {thread[0] for thread in (*host, *(s.thread for s in steps))}
+    if len(processes) > 1:  # traces of several ranks in one file
+        main = steps[0].thread if steps else max(host, key=lambda thread: len(host[thread]))
+        host = {thread: spans for thread, spans in host.items() if thread[0] == main[0]}
+        launches = {main[0]: launches[main[0]]}
+        several = (
+            f"{len(processes)} processes are in this file, and only process {main[0]} is shown"
+        )
+        notes.append(f"{several}: give a file of each rank")
+    own = {key: span for each in launches.values() for key, span in each.items()}
+    gpu, others = _of_busiest_device(gpu, own, merged=len(processes) > 1)
+    if others:
+        notes.append(
+            f"GPU {gpu[0].device} is shown, the busiest of {1 + len(others)}; the others worked "
+            f"{sum(others) / max(1e-9, _busy(gpu)):.0%} as long"
+        )
     # By name alone: on ROCm the number of an activity's device is not the one in this list.
     listed = header.get("deviceProperties")
     names = {
@@ -170,17 +224,58 @@ def read_trace(path: str | Path) -> Trace:
         for d in (listed if isinstance(listed, list) else [])
         if isinstance(d, dict) and isinstance(d.get("name"), str)
     }
+    if names and not gpu:
+        notes.append(
+            f"{', '.join(names)}: has no work in this file; the times are those of the host"
+        )
     about = header.get("distributedInfo")
-    rank = about.get("rank") if isinstance(about, dict) else None
+    about = about if isinstance(about, dict) else {}
+    rank, world_size = (
+        n if isinstance(n, int) else None for n in map(about.get, ("rank", "world_size"))
+    )
     return Trace(
         str(path),
-        (names.pop() or None) if len(names) == 1 else None,
+        (min(names) or None) if len(names) == 1 and gpu else None,
         sorted(gpu, key=lambda s: s.start),
         dict(host),
-        launches,
+        own,
         sorted(steps, key=lambda s: s.start),
-        rank if isinstance(rank, int) else None,
+        rank,
+        world_size,
+        bool(names and not gpu),
+        tuple(notes),
     )
+
+
+def _of_one_thread(steps: list[Span]) -> list[Span]:
+    """The marks of the thread that has most; other threads or ranks may mark the same steps."""
+    by_thread: dict[Thread, list[Span]] = defaultdict(list)
+    for step in steps:
+        by_thread[step.thread].append(step)
+    return max(by_thread.values(), key=len, default=[])
+
+
+def _busy(spans: list[Span]) -> float:
+    return sum(s.length for s in spans)
+
+
+def _of_busiest_device(
+    gpu: list[Span], launches: dict[Any, Span], merged: bool
+) -> tuple[list[Span], list[float]]:
+    """The work of a process's own device, which is the one it keeps busy, and how busy the others were.
+
+    In `merged` traces each process has devices of its own: one that has these launches.
+    """
+    by_device: dict[Any, list[Span]] = defaultdict(list)
+    for span in gpu:
+        by_device[span.device, merged and span.thread[0]].append(span)
+
+    def work(spans: list[Span]) -> tuple[int, float]:
+        return merged * sum(s.correlation in launches for s in spans), _busy(spans)
+
+    busiest = max(by_device.values(), key=work, default=[])
+    others = [] if merged else [spans for spans in by_device.values() if spans is not busiest]
+    return busiest, [_busy(spans) for spans in others]
 
 
 def _is_odd(event: dict[str, Any], args: Any) -> bool:
@@ -190,7 +285,9 @@ def _is_odd(event: dict[str, Any], args: Any) -> bool:
     if any(type(args.get(key, [])) is not list for key in ("Input type", "Input Dims")):
         return True
     types = {type(event.get(key)) for key in ("pid", "tid", "name")}
-    types |= {type(args.get(key)) for key in ("device", "correlation", "External id")}
+    types |= {
+        type(args.get(key)) for key in ("device", "correlation", "External id", "external id")
+    }
     return not types <= PLAIN
 
 
@@ -293,15 +390,6 @@ def _elements(source: _Source) -> Iterator[Any]:
     while source.skip(commas=True) != "]":
         yield source.value()
     source.at += 1
-
-
-def _of_busiest_device(gpu: list[Span]) -> list[Span]:
-    """A process may touch other devices; its own is the one it keeps busy."""
-    busy: dict[Any, float] = defaultdict(float)
-    for span in gpu:
-        busy[span.device] += span.length
-    busiest = max(busy, key=busy.__getitem__, default=None)
-    return [s for s in gpu if s.device == busiest]
 
 
 class Ranges:
