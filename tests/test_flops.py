@@ -86,6 +86,9 @@ def test_every_family(family):
     assert step == 3 * forward
     again = counted(shape, seq_len, recompute=block.recompute) - step
     assert again == pytest.approx(recomputed_flops_per_token(block))
+    kept = work_of(shape, seq_len, "--sac-freq", "1/1", "--sac-policy", "op")
+    again = counted(shape, seq_len, recompute=kept.recompute) - step
+    assert again == pytest.approx(recomputed_flops_per_token(kept))
 
 
 @pytest.mark.parametrize(("T", "window"), [(512, None), (512, 64), (512, 512), (512, 1000)])

@@ -27,7 +27,8 @@ from llm_train_bench.run import loop, profiling
 from llm_train_bench.settings.flags import Args, declared, defaults
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
-from tests import helpers
+from tests import helpers, layouts
+from tests.dist_worker import Job, run_jobs
 from tests.helpers import ROOT, noted, plan_of, read_steps, trained, words
 from tests.processes import forked
 
@@ -111,6 +112,29 @@ def test_they_agree_on_onednns_matmuls_too(tmp_path):
     (path,) = tmp_path.glob("*/trace/rank0.pt.trace.json.gz")
     by_formula = r["profile"]["matmul_flops"]
     assert break_down(read_trace(path)).matmul_flops == pytest.approx(by_formula, rel=1e-9)
+
+
+# A model of tests/layouts.py, and flags for two ranks.
+LAYOUTS = {
+    "lora": ("qwen3", "--lora-rank 4 --lora-targets o_proj --cp 2"), "pp": ("qwen3", "--pp 2"),
+    "ep": ("moe", "--ep 2 --route balanced"), "tp": ("wide-latent", "--tp 2"),
+}  # fmt: skip
+
+
+def test_each_device_counts_its_own_matmuls(tmp_path):
+    """By the shapes in its own trace: parts of matrices, tokens and layers, and no gradients of frozen
+    weights."""
+    jobs = []
+    for name, (model, flags) in LAYOUTS.items():
+        case = layouts.Case(2, model, flags, mutant="without validation")
+        flags = [*layouts.flags_of(case, tmp_path), "--profile", "--profile-steps", "1"]
+        jobs.append(Job(name, case.script, flags, case.ranks))
+    run_jobs(jobs, tmp_path)
+    for name in LAYOUTS:
+        (path,) = (tmp_path / name).glob("**/trace/rank0*")
+        profile = json.loads((path.parents[1] / "result.json").read_text())["profile"]
+        recorded = break_down(read_trace(path)).matmul_flops
+        assert recorded == pytest.approx(profile["matmul_flops"], rel=1e-9), name
 
 
 def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, output_of):

@@ -122,8 +122,11 @@ def step_flops_per_token(work: Work, causal: bool) -> float:
     return whole - 2 * _before_adapters(work, lora, causal)
 
 
-def _before_adapters(work: Work, lora: Lora, causal: bool) -> float:
-    """Multiply-adds per token of gradients that nobody needs, since no adapter comes before."""
+def _before_adapters(work: Work, lora: Lora, causal: bool | None) -> float:
+    """Multiply-adds per token of gradients that nobody needs, since no adapter comes before.
+
+    Without those of attention if `causal` is None.
+    """
     config = work.config
     downs = {adapter.frozen: math.prod(adapter.down.shape) for adapter in lora.adapters}
     total = 0.0
@@ -143,7 +146,7 @@ def _before_adapters(work: Work, lora: Lora, causal: bool) -> float:
         layers = {weight.module: weight for weight in config.linear_layers(i)}
         queries = after(layers, "attn.qkv", "attn.q", "attn.q_down", "attn.q_up")
         values = after(layers, "attn.kv_down", "attn.kv_up")
-        if not (queries or values):
+        if causal is not None and not (queries or values):
             keys = attended_keys(work.batch.lengths, config.layers[i].window, causal)
             total += attention_width(config) * keys
         stream = after(layers, "attn.out", needed=queries or values)
@@ -168,33 +171,76 @@ def nemo_lora_flops_per_token(work: Work) -> float:
     return whole * (2 + adapters / count_parameters(work.config)) / 3
 
 
-def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool = False) -> float:
+def recomputed_flops_per_token(work: Work, causal: bool = False) -> float:
     """FLOPs per token that activation checkpointing computes a second time.
 
     A checkpointed block repeats all up to the input of its last matmul, such as `mlp.down`, whose output
     nobody needs. It is repeated too before a norm, a gate or a dropout, and where the checkpoint does
-    not stop early: in eager FP8. The `op` policy repeats no matmul, and attention only where it drops out
-    (model.transformer.saved_ops).
+    not stop early: in eager FP8. The `op` policy repeats no matmul, attention only where it drops out
+    (model.transformer.saved_ops), and of recurrent layers the products with the state.
     """
     config, recompute = work.config, work.recompute
-    width = attention_width(config) if attention else 0
-    if recompute.policy == "op" and not config.attention_dropout:
-        width = 0
-    # A compiler repeats only what is needed.
-    fp8_down = work.fp8 and "mlp.down" in work.fp8.layers
-    stops_early = work.compiled or not (fp8_down or config.residual_dropout)
+    kept = recompute.policy == "op" and not config.attention_dropout
+    width = 0 if kept else attention_width(config)
     total = 0.0
     for i in recompute.blocks:
         layer = config.layers[i]
         if layer.attends:
             total += width * attended_keys(work.batch.lengths, layer.window, causal)
-        elif layer.mixer == "recurrent" and attention:
-            total += recurrent_flops_per_token(config, work.batch.lengths, causal)
-        if recompute.policy == "block":
-            last = ["attn.out" if layer.mlp is None else "mlp.down"]
-            gated = layer.mlp == "experts" and present(config.experts).shared_gate
-            last += [] if gated else ["mlp.latent_up"]
-            skipped = last if stops_early and not layer.post_norm else ()
-            repeated = (w for w in config.matrices(i) if w.module not in skipped)
-            total += 2 * sum(active_numbers(config, weight) for weight in repeated)
+        elif layer.mixer == "recurrent":
+            if recompute.policy == "block":
+                total += recurrent_flops_per_token(config, work.batch.lengths, causal)
+            else:
+                r = present(config.recurrent)
+                total += 2 * (1 + r.delta) * r.heads * r.state * r.head_dim
+        total += 2 * sum(active_numbers(config, w) for w in repeated_matrices(work, i))
     return total
+
+
+def repeated_matrices(work: Work, layer: int) -> list[Weight]:
+    """The matrices of a block that a recomputation multiplies by again."""
+    config, spec = work.config, work.config.layers[layer]
+    if layer not in work.recompute.blocks or work.recompute.policy != "block":
+        return []
+    # A compiler repeats only what is needed.
+    fp8_down = work.fp8 and "mlp.down" in work.fp8.layers
+    stops_early = work.compiled or not (fp8_down or config.residual_dropout)
+    last = ["attn.out" if spec.mlp is None else "mlp.down"]
+    gated = spec.mlp == "experts" and present(config.experts).shared_gate
+    last += [] if gated else ["mlp.latent_up"]
+    skipped = last if stops_early and not spec.post_norm else ()
+    return [weight for weight in config.matrices(layer) if weight.module not in skipped]
+
+
+def matmul_flops(work: Work) -> tuple[float, float]:
+    """FLOPs of rank 0's matmuls in a step, and how many of them are in a low format.
+
+    Attention is left out. Recomputed blocks and padded vocabulary rows count. Experts are taken to get
+    equal numbers of rows.
+    """
+    config, lora, total, low = work.config, work.lora, 0.0, 0.0
+    passes = PASS_FORWARDS[work.pass_type] - bool(lora and work.trains)  # frozen: no gradients
+    for layer in work.layers_of(0):
+        repeated = repeated_matrices(work, layer)
+        for weight in config.matrices(layer):
+            rows = work.own_tokens if weight.split is None else work.gathered_tokens
+            rows = work.expert_rows if weight.of_experts else rows
+            one = 2 * rows * math.prod(weight.shard(work.parallelism).sizes[-2:])
+            times = passes + (weight in repeated)
+            total += one * times
+            if work.fp8 and weight.module in work.fp8.layers:
+                in_bf16 = passes == 3 and work.fp8.recipe == "rowwise_with_gw_hp"
+                low += one * (times - in_bf16)
+    if work.parallelism.pp == 1:
+        words = -(
+            -config.padded_vocab_size // work.parallelism.tp
+        )  # rank 0 has one more, if any has
+        total += 2 * passes * work.gathered_tokens * words * config.hidden_size
+    if lora:
+        again = {weight for layer in work.layers for weight in repeated_matrices(work, layer)}
+        for adapter in lora.adapters:
+            numbers = math.prod(adapter.down.shape) + math.prod(adapter.up.shape)
+            times = PASS_FORWARDS[work.pass_type] + (adapter.frozen in again)
+            total += 2 * work.own_tokens * numbers * times
+        total -= 2 * work.own_tokens * work.trains * _before_adapters(work, lora, None)
+    return work.batch.grad_acc_steps * total, work.batch.grad_acc_steps * low

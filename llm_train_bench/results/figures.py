@@ -8,6 +8,7 @@ from typing import Any
 
 from llm_train_bench.formulas.flops import (
     flops_per_token,
+    matmul_flops,
     nemo_lora_flops_per_token,
     recomputed_flops_per_token,
     step_flops_per_token,
@@ -230,24 +231,15 @@ def fill_flop_rates(result: Result, palm: float, causal: float | None) -> None:
 def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:
     """FLOPs of a step's matmuls on one device, and their seconds at the measured roof.
 
-    Attention is left out; recomputed blocks and padded vocabulary rows count. The seconds are None
-    where the roof is not known.
+    As formulas.flops.matmul_flops counts them. The seconds are None where the roof is not known.
     """
-    passes, d, config = PASS_FORWARDS[work.pass_type], result.device, work.config
-    linear = linear_parameters(config)
-    blocks = sum(linear.values()) - linear["head"]
-    linear["head"] = config.padded_vocab_size * config.hidden_size
-    tokens = work.batch.micro_tokens * work.batch.grad_acc_steps
-    again = recomputed_flops_per_token(work, attention=False)
-    flops = 2 * passes * sum(linear.values()) + again
-    low = fp8_flops_per_token(result.fp8, work)
-    if low and result.fp8:  # the converted layers' part of what repeats
-        low += low_parameters(work) / blocks * again
+    (flops, low), d = matmul_flops(work), result.device
+    low = 0.0 if result.fp8 is None or result.fp8.emulated else low
     if work.amp == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
-        return tokens * flops, None
+        return flops, None
     seconds = (flops - low) / d.roof_bf16_tflops
     seconds += low / d.roof_fp8_tflops if d.roof_fp8_tflops else 0.0
-    return tokens * flops, tokens * seconds / 1e12
+    return flops, seconds / 1e12
 
 
 def _time_fraction(

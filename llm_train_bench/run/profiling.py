@@ -104,9 +104,10 @@ class TorchCapture:
         trace = read_trace(path)
         self.run.result.observed = observed_in(trace, self.run)
         b = break_down(trace, flops)
-        # Attention in plain matmuls counts in their time, but not in their FLOPs.
+        # Attention in plain matmuls counts in their time, but not in their FLOPs; recurrent layers too.
         plain = {"math", "flex"} if self.run.device.type == "cpu" else {"math"}
         apart = not plain & {self.run.result.attention_kernel, work.attention.causal}
+        apart = apart and "recurrent" not in work.config.parts
         fields: dict[str, Any] = {n: getattr(b, n) for n in Profile.model_fields if hasattr(b, n)}
         fraction = ideal_s / b.matmul_s if ideal_s and b.matmul_s else None
         fields |= {"matmul_roof_fraction": fraction} if apart else {"matmul_tflops": None}

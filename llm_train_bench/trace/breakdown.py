@@ -343,13 +343,16 @@ def _marked(label: str, mark: str | None) -> str:
 
 
 def matmul_flops_of(dims: list | None, name: str = "") -> float | None:
-    """2 x M x N x K (x batch) of the first two matrices among an operator's input shapes."""
+    """2 x M x N x K (x batch) of the first two matrices among an operator's input shapes.
+
+    Rows that meet one of several matrices each are a grouped matmul: (M, K), (groups, K, N).
+    """
     lists = [d for d in dims or [] if isinstance(d, list) and 2 <= len(d) < 8]
     shapes = [d for d in lists if all(isinstance(n, int) and 0 <= n < 2**48 for n in d)]
     for a, b in itertools.pairwise(shapes):
         if "onednn_" in name:  # (..., K) and (N, K), or (M, N) and (M, K): model/onednn.py
             return 2.0 * math.prod(a) * b["grad_weight" in name]
-        if a[-1] == b[-2] and a[:-2] == b[:-2]:
+        if a[-1] == b[-2] and (a[:-2] == b[:-2] or ("grouped_mm" in name and len(b) == 3)):
             return 2.0 * math.prod(a) * b[-1]
     return None
 
