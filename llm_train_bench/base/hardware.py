@@ -248,9 +248,10 @@ def find_hardware(name: str) -> Hardware:
 
 # Devices for which an estimate is as good: of one architecture and use.
 FAMILIES_OF_DEVICES = {
-    "H100, H200": ("H100", "H200", "GH200", "H20"), "A100": ("A100",), "Ampere": ("A10", "A6000"),
-    "B200, B300": ("B200", "B300", "GB200", "GB300"), "MI300X, MI325X": ("MI300X", "MI325X"),
-    "MI350X, MI355X": ("MI350X", "MI355X"), "Ada": ("L40S", "L4", "RTX 4090", "RTX 6000"),
+    "H100, H200": ("H100", "H200", "GH200", "H20", "H800"), "A100": ("A100", "A800"),
+    "Ampere": ("A10", "A10G", "A40", "A6000", "RTX 3090"),
+    "B200, B300": ("B200", "B300", "GB200", "GB300"), "MI300X, MI325X": ("MI300X", "MI325X", "MI300A"),
+    "MI350X, MI355X": ("MI350X", "MI355X"), "Ada": ("L40S", "L40", "L4", "RTX 4090", "RTX 6000"),
     "RTX Blackwell": ("RTX 5090", "RTX PRO", "GB10")}  # fmt: skip
 
 
