@@ -56,6 +56,36 @@ def test_figures_of_a_log_are_of_the_same_lines(tmp_path):
     assert r.tflops_per_gpu == pytest.approx(10 / (8 / 1000 + 2 / 900))
 
 
+@pytest.mark.parametrize(("gpus", "doubts"), [(1, True), (7, False), (None, True)])
+def test_a_printed_rate_is_held_against_the_logs_own_counters(gpus, doubts, tmp_path):
+    """axolotl before its repair of 2026 (issue 3688) counts the last micro batch of a step alone."""
+    lines = [{"loss": "1.9", "tokens/train_per_sec_per_gpu": "512.5", "tokens/trainable": 60000 * i,
+              "memory/max_active (GiB)": "20.1"} for i in range(1, 9)]  # fmt: skip
+    lines += [{"train_runtime": "131.0", "train_loss": "1.7"}]
+    facts = {"n_gpus": gpus} if gpus else {}
+    r = record_of(tmp_path / "x.log", "\n".join(map(str, lines)), **facts)
+    assert r.tokens_per_sec_per_gpu == pytest.approx(512.5) and r.suite == "axolotl"
+    assert ("its counters and times give 3,664 in all" in " ".join(r.texts("disturbed"))) == doubts
+
+
+@pytest.mark.parametrize("rate", [1000, 4000])
+def test_a_printed_rate_is_held_against_batch_and_step_time(rate, tmp_path):
+    """8 samples of 1,024 tokens in 1.024 s are 8,000 tokens/s, 4,000 on each of two GPUs."""
+    line = "iteration {}/ 9 | elapsed time per iteration (ms): 1024 | global batch size: 8 | {}"
+    rates = f"tokens/sec/gpu: {rate} | lm loss: 2.0 |"
+    text = "\n".join(line.format(i, rates) for i in range(9))
+    r = record_of(tmp_path / "x.log", text, seq_len=1024, n_gpus=2)
+    assert bool(r.texts("disturbed")) == (rate == 1000), r.texts("disturbed")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.json", "x.metrics"])
+def test_a_pattern_reads_a_file_of_any_suffix(name, tmp_path):
+    (tmp_path / name).write_text("step 1 rate 900\nstep 2 rate 1000\n")
+    pattern = re.compile(r"step (?P<step>\d+) rate (?P<tokens_per_sec>\d+)")
+    (r,) = records_of(tmp_path / name, facts=LogFacts(pattern))
+    assert r.tokens_per_sec == 1000
+
+
 def test_facts_are_of_one_log_and_never_against_it(tmp_path, output_of, refused):
     """What a log tells is not overruled; a GPU said of all is not taken by two logs."""
     shutil.copy(EXCERPT_DIR / "megatron.log", tmp_path / "a.log")

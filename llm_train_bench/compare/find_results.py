@@ -13,7 +13,7 @@ from llm_train_bench.compare.read_logs import read_lines, read_log, read_metrics
 from llm_train_bench.compare.read_results import read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
 from llm_train_bench.compare.shareable import run_id
-from llm_train_bench.model.json_files import FACTS, plain_file
+from llm_train_bench.model.json_files import FACTS, plain_file, plain_text
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
 READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_metrics_csv}  # others are logs
@@ -93,7 +93,12 @@ def discover(directory: Path) -> list[Path]:
 
 def _parse(path: Path, facts: LogFacts) -> list[Record]:
     try:
-        records = READERS.get(path.suffix, read_log)(plain_file(path), facts)
+        reader = READERS.get(path.suffix, read_log)
+        text = plain_text(path, 1024, errors="replace") if facts.pattern else ""
+        if facts.pattern and facts.pattern.search(text):
+            is_json = path.suffix == ".json" and text.lstrip()[:1] in ("{", "[")
+            reader = reader if is_json else read_log
+        records = reader(plain_file(path), facts)
         for record in records:
             check_figures(record)
             if record.result is None:

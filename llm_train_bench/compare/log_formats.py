@@ -14,7 +14,9 @@ from typing import Any
 N = r"([-+]?(?<![\d,.])(?:\d[\d,]{0,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?)"
 LOSS = rf"((?i:nan|[-+]?inf)|{N[1:]}"
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "%": 0.01, "GiB": 1.0, "GB": 1e9 / 2**30, "B": 2**-30}
+UNITS["MB"] = 1e6 / 2**30
 UNITS |= {"TFLOP/s": 1.0, "FLOP/s": 1e-12}
+UNITS |= {"K": 1e3, "M": 1e6, "G": 1e9}  # after a number of tokens
 UNITS["%A100"] = 3.12  # of 312 TFLOP/s, whatever the GPU
 
 
@@ -56,8 +58,9 @@ class Log:
     attention_flops: float = 0.0  # of a token, for each token of its sample
     memory_kind: str | None = None
     earlier_steps: int = 0
-    # Of the whole run, where its steps have none.
+    # Of the whole run, where its steps have none, and by its own counters and clock.
     tokens_per_sec: float | None = None
+    counted_tokens_per_sec: float | None = None
     samples_per_sec: float | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -286,6 +289,9 @@ def hugging_face(
         log.suite, log.memory_kind = "axolotl", "allocated"
         if any(s.tokens_per_sec_per_gpu for s in steps):
             log.notes.append("axolotl counts trainable tokens, without prompts and padding")
+    trained = max((entry.get("tokens/trainable") or 0.0 for entry in entries), default=0.0)
+    seconds = whole.get("train_runtime")
+    log.counted_tokens_per_sec = trained / seconds if trained and seconds else None
     tokens, seconds = whole.get("num_input_tokens_seen"), whole.get("train_runtime")
     tokens, seconds = (tokens, seconds) if tokens and seconds else counters
     if tokens:

@@ -31,7 +31,7 @@ from llm_train_bench.compare.log_formats import (
 from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady
 from llm_train_bench.model.json_files import plain_text
 from llm_train_bench.results.remarks import Remark
-from llm_train_bench.results.result_files import read_steps
+from llm_train_bench.results.result_files import json_lines
 
 # Groups of --log-pattern: the quantity of a step that each is, and its unit.
 GROUPS = {f.name: (f.name, 1.0) for f in dataclasses.fields(LoggedStep) if f.compare}
@@ -41,6 +41,7 @@ SIGN_KEYS = {
     "NeMo Automodel": "tps",
     "torchtune": "tokens_per_second_per_gpu",
     "litgpt": "iter_time",
+    "LLaMA-Factory": "current_steps",
 }
 
 
@@ -136,11 +137,14 @@ def parse_log(text: str) -> Log | None:
 
 
 def read_lines(path: Path, facts: LogFacts) -> list[Record]:
-    """A log of one JSON object a line, of NeMo Automodel or torchtune."""
-    entries = read_steps(path)
+    """A log of one JSON object a line."""
+    entries = [{"step": e.get("current_steps")} | e for e in json_lines(path)]
+    entries = [e for e in entries if isinstance(e["step"], int)]
     suite = next((s for s, key in SIGN_KEYS.items() if any(key in e for e in entries)), None)
     if suite is None:
-        raise UsageError(f"{path}: no lines of NeMo Automodel or torchtune in it")
+        *names, last = SIGN_KEYS
+        suites = f"{', '.join(names)} or {last}"
+        raise UsageError(f"{path}: no lines of {suites} in it; --log-pattern reads any")
     return [_of_entries(entries, suite, path, facts)]
 
 
@@ -156,6 +160,8 @@ def read_metrics_csv(path: Path, facts: LogFacts) -> list[Record]:
 def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: LogFacts) -> Record:
     """Steps of entries by key; entries of validation have none of the keys."""
     steps, tokens = [], []
+    if suite == "LLaMA-Factory":
+        steps, entries = _between_lines(entries), []
     for entry in entries:
         step = logged_step(entry, int(entry["step"]), suite)
         if step != LoggedStep(step.step):
@@ -172,6 +178,27 @@ def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: Lo
     if suite == "Lightning" and not any(s.samples_per_sec for s in steps):
         log.notes.append("a metrics.csv tells no times")
     return record_of(log, path, facts)
+
+
+def _between_lines(entries: list[dict[str, Any]]) -> list[LoggedStep]:
+    """LLaMA-Factory's steps, with time and tokens since the line before, which may be an evaluation's."""
+    steps: dict[int, LoggedStep] = {}
+    before = 0, 0.0, 0.0
+    for entry in entries:
+        number, tokens = entry["step"], entry.get("total_tokens") or 0.0
+        clock = re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d+):(\d+)", str(entry.get("elapsed_time")))
+        days, *hours = (int(n or 0) for n in clock.groups()) if clock else (0, 0, 0, 0)
+        seconds = 86400 * days + 3600 * hours[0] + 60 * hours[1] + hours[2]
+        # Both since the start; the clock shows whole seconds.
+        rate = as_number(entry.get("throughput")) or 0.0
+        now = number, tokens / rate if rate else seconds, tokens
+        if entry.get("loss") is not None and number not in steps:  # or another rank's line
+            step = steps[number] = logged_step(entry, number, "LLaMA-Factory")
+            if before[0] < number and before[1] < now[1]:
+                step.time_s = (now[1] - before[1]) / (number - before[0])
+                step.tokens_per_sec = (tokens - before[2]) / (now[1] - before[1]) or None
+        before = now
+    return [*steps.values()]
 
 
 def read_trainer_state(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
@@ -225,7 +252,7 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     length = facts.of(path, "seq_len", log.seq_len or steps[-1].seq_len)
     batch = facts.of(path, "global_batch", steps[-1].global_batch or log.global_batch)
     parameters = facts.of(path, "parameters", log.parameters)
-    notes = list(log.notes)
+    notes, doubts = list(log.notes), []
     if earlier := log.earlier_steps:
         notes.append(f"several runs in this log: {earlier} lines of earlier ones left out")
     # Compilation and caches spoil the first logged step; the second is left out too if many follow.
@@ -242,15 +269,18 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     per_gpu = means["tokens_per_sec_per_gpu"]
     total = means["tokens_per_sec"]
     samples = means["samples_per_sec"] or log.samples_per_sec
+    counted = log.counted_tokens_per_sec
+    if times and batch and length:
+        # Each step with its own batch: it may still be growing.
+        sizes = [s.global_batch or batch for s in body if s.time_s][-len(times) :]
+        counted = sum(sizes) * length / sum(times)
     if times and log.tokens_per_step:
         total = log.tokens_per_step * len(times) / sum(times)
     elif per_gpu is None and total is None:
         if times and log.micro_batch and length and log.suite == "litgpt":
             per_gpu = log.micro_batch * length * len(times) / sum(times)
-        elif times and batch and length:
-            # Each step with its own batch: it may still be growing.
-            sizes = [s.global_batch or batch for s in body if s.time_s][-len(times) :]
-            total = sum(sizes) * length / sum(times)
+        elif counted:
+            total = counted
         elif log.tokens_per_sec:
             total = log.tokens_per_sec
         elif samples and length:
@@ -259,6 +289,12 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         per_gpu = total / n
     elif total is None and per_gpu and n:
         total = per_gpu * n
+    # Counters of a whole run have its start in them.
+    most = 0.25 if counted == log.counted_tokens_per_sec else 0.1
+    if counted and (printed := total or per_gpu) and abs(counted / printed - 1) > most:
+        what = "" if total else " per GPU, whose number --log gpus=N supplies"
+        own = f"its counters and times give {counted:,.0f} in all"
+        doubts.append(f"the log prints {printed:,.0f} tokens/s{what}; {own}")
     if total is None and per_gpu is None:
         supply = {"seq-len": length, "global-batch": batch or samples}
         missing = [flag for flag, value in supply.items() if not value]
@@ -294,5 +330,6 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         memory_kind=log.memory_kind,
         losses=losses,
         hyperparameters={k: v for k, v in (("seq_len", length), ("global_batch", batch)) if v},
-        remarks=[Remark(kind="information", text=note) for note in notes],
+        remarks=[Remark(kind="information", text=note) for note in notes]
+        + [Remark(kind="disturbed", text=doubt) for doubt in doubts],
     )

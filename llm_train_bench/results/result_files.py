@@ -272,7 +272,12 @@ class StepsFile:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The steps of a steps.jsonl, or of another file of JSON lines, up to where a kill cut it off."""
+    """The steps of a steps.jsonl, up to where a kill cut it off."""
+    return [e for e in json_lines(path) if isinstance(e.get("step"), int)]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines, up to where a kill cut it off."""
     entries = []
     text = plain_text(path, 1024, errors="replace") if path.is_file() else ""
     for line in text.splitlines():
@@ -280,7 +285,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
             entries.append(parse_json(line))
         except ValueError:
             break
-    return [e for e in entries if isinstance(e, dict) and isinstance(e.get("step"), int)]
+    return [e for e in entries if isinstance(e, dict)]
 
 
 def step_figures(step: Step) -> dict[str, float | None]:
