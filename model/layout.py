@@ -27,10 +27,9 @@ class Documents:
     No tensor itself, so that DDP and FSDP leave it on the host.
     """
 
-    def __init__(self, starts: Tensor, weight: float = 1.0):
+    def __init__(self, starts: Tensor):
         """`starts` (B, T) int64 on the host: the position where each position's document begins."""
-        self.starts, self.weight = starts, weight
-        """`weight` is a step's positions over its labels that are not masked."""
+        self.starts = starts
 
     def positions(self, device: torch.device) -> Tensor:
         """(B, T) positions within the documents."""

@@ -219,7 +219,9 @@ class Transformer(HasWeights):
             return F.linear(x, head)[..., : self.config.vocab_size]
         # All tp ranks have the loss of all their tokens.
         hidden, labels = layout.gather(x).flatten(0, 1), labels[:, held.gathered].flatten()
-        return self.loss(hidden, head, labels, masks=documents is not None)
+        # Labels are masked between documents, and of samples that fill up a validation batch.
+        masks = documents is not None or not self.training
+        return self.loss(hidden, head, labels, masks=masks)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor | slice) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""

@@ -13,6 +13,7 @@ from llm_train_bench.base.documents import index_path
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.formulas.work import Batch
+from llm_train_bench.model.loss import MASKED
 from llm_train_bench.settings.plan import Schedule
 from tests.helpers import config, words
 from tests.helpers import plan_of as plan_for
@@ -85,7 +86,7 @@ def test_labels_are_the_next_tokens_and_an_epoch_uses_each_label_once(counting_f
     source = FileTokens(str(counting_file), 1000, bsz=3, seq_len=37, seed=0)
     assert source.windows.number == 27
     all_labels = []
-    for inputs, labels, _ in batches(source, range(0, 27, 3), CPU):
+    for inputs, labels, *_ in batches(source, range(0, 27, 3), CPU):
         assert inputs.shape == labels.shape == (3, 37)
         assert torch.equal(labels, inputs + 1)
         all_labels += labels.flatten().tolist()
@@ -250,10 +251,27 @@ def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, refused):
     assert prepared(out) == before and len(list(out.iterdir())) == 4
 
 
-@pytest.mark.parametrize(("windows", "batches"), [(40, 5), (1000, 8), (3, 1)])
-def test_validation_counts_no_window_twice(windows, batches, tmp_path):
-    write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
-    flags = words("x --bsz 8 --seq-len 4 --n-steps 10 --val-data", tmp_path / "val.bin")
+@pytest.mark.parametrize("bsz", [1, 3, 8, 100])
+@pytest.mark.parametrize(("windows", "samples"), [(40, 40), (5000, 4096), (3, 3)])
+def test_a_validation_loss_is_of_the_same_labels_whatever_the_batch(
+    windows, samples, bsz, tmp_path
+):
+    """16,384 tokens, or all windows if there are fewer, each once."""
+    path = tmp_path / "val.bin"
+    write_tokens(path, [np.arange(4 * windows + 1) % 50], 50)
+    flags = words("x --seq-len 4 --n-steps 10 --bsz", bsz, "--val-data", path)
     plan = plan_for(flags, config=config("llama", vocab_size=50, pad_token_id=None))
-    _, (_, firsts) = data.open_data(plan.args, plan.work, 10, CPU)
-    assert list(firsts) == [8 * i for i in range(batches)]
+    _, (source, firsts) = data.open_data(plan.args, plan.work, 10, CPU)
+    counted, mean = np.zeros(windows, int), 0.0
+    for first, batch in zip(firsts, batches(source, firsts, CPU), strict=True):
+        assert batch.inputs.shape == (bsz, 4)
+        for sample, labels in enumerate(batch.labels, first):
+            if (labels >= 0).all():
+                counted[source.windows.start(sample) // 4] += 1
+            else:
+                assert (labels == MASKED).all() and sample >= samples
+        kept = batch.labels.float().where(batch.labels >= 0, 0.0)
+        mean += kept.mean().item() * batch.weight / len(firsts)
+    assert counted.sum() == samples and counted.max() == 1
+    every = np.stack([source.rows(i, 1)[0, 1:] for i in range(samples)])
+    assert mean == pytest.approx(every.mean(), rel=1e-5)

@@ -205,8 +205,21 @@ def test_lengths_are_drawn_from_a_list_or_a_lognormal(tmp_path):
     other = make_packing("synthetic", "auto", 999, 6, str(path)).begins(np.arange(300))
     assert (other != begins).any()
     table = read_lengths("800,1.2")
-    assert table.mean() == pytest.approx(800, rel=1e-3)
+    assert table.mean() == 800
     assert np.log(table).std() == pytest.approx(1.2, rel=0.01)
+    for text in ("2,3", "1.5,1", "800.5,0", "9,0.8", "3,5"):  # small ones are rounded up to 1
+        small = read_lengths(text)
+        assert small.mean() == float(text.split(",")[0]) and (np.diff(small) >= 0).all()
+        assert small.min() >= 1
+
+
+def test_documents_without_a_label_are_refused(tmp_path, tokens_file):
+    (tmp_path / "ones.json").write_text("[1, 1]")
+    np.save(index_path(tokens_file), np.arange(1, len(open_tokens(str(tokens_file), "auto")) + 1))
+    for more in (["--pack-lengths", "1,0"], ["--pack-lengths", tmp_path / "ones.json"],
+                 ["--data", tokens_file]):  # fmt: skip
+        with pytest.raises(UsageError, match="documents of one token have no label"):
+            plan_of(words("configs/llama-tiny.json", PACKED, more), platform="cpu")
 
 
 @pytest.mark.parametrize("text", words("x [] [0] [1.5] {} [true] 0,1 5,-1 a,b nan,1"))
@@ -242,13 +255,24 @@ def test_documents_of_a_file_end_where_its_index_or_separator_says(tokens_file):
 def test_indices_that_belong_to_another_file_are_refused(tokens_file):
     index = index_path(tokens_file)
     good = np.load(index)
-    for wrong in (good[:-1], good[::-1], good + 1, good.astype(float), good[None], good[:0]):
+    last, unsorted = len(good) - 1, good.astype(np.uint32)
+    unsorted[[0, 1]] = unsorted[[1, 0]]  # differences of unsigned numbers wrap
+    large = np.insert(good.astype(np.uint64), last, 2**63 + 1)
+    wrong_ones = [good[:-1], good[::-1], good + 1, good.astype(float), good[None], good[:0]]
+    for wrong in (*wrong_ones, unsorted, large):
         np.save(index, wrong)
         with pytest.raises(UsageError, match=r"is no index of the documents"):
             make_packing(str(tokens_file), "auto", 37, 0)
-    index.write_bytes(b"no array")
-    with pytest.raises(UsageError, match="cannot be read as an index"):
-        make_packing(str(tokens_file), "auto", 37, 0)
+    np.save(index, good)
+    whole = index.read_bytes()
+    damaged = [b"no array", whole[:-8], whole[:100], whole.replace(b"}", b"{", 1)]
+    damaged += [whole.replace(b"'<i8'", b"'<i9'"), whole.replace(b"(", b"(9" * 9, 1)]
+    shape = f"({len(good)},)".encode()
+    damaged += [whole.replace(shape, b"(" + b"9" * n + b",)") for n in (12, 30)]
+    for content in damaged:
+        index.write_bytes(content)
+        with pytest.raises(UsageError, match="cannot be read as an index"):
+            make_packing(str(tokens_file), "auto", 37, 0)
     index.unlink()
     with pytest.raises(UsageError, match=r"has no index x\.ends\.npy"):
         make_packing(str(tokens_file), "auto", 37, 0)

@@ -66,6 +66,8 @@ class FileTokens:
 
     packing: Packing | None = None
     global_batch = 1
+    until: int | None = None
+    """The sample from which on samples only fill up a micro batch: their labels are masked."""
 
     def __init__(
         self, path: str, vocab_size: int, bsz: int, seq_len: int, seed: int, dtype: str = "auto"
@@ -104,16 +106,13 @@ class MicroBatch(NamedTuple):
     inputs: Tensor
     labels: Tensor
     documents: Documents | None = None
-
-    @property
-    def weight(self) -> float:
-        """The factor of the mean loss that leaves out the step's masked labels."""
-        return 1.0 if self.documents is None else self.documents.weight
+    weight: float = 1.0
+    """The factor of the mean loss that leaves out the step's masked labels."""
 
 
 # Validation data: where the micro batches come from, and their first samples.
 Validation = tuple[FileTokens, range]
-VAL_BATCHES = 8  # micro batches of a validation loss
+VAL_TOKENS = 2**14  # of a validation loss, in whole samples
 
 
 def open_data(
@@ -134,15 +133,15 @@ def open_data(
     if not flags.val_data:
         return source, None
     val_source = FileTokens(flags.val_data, vocab_size, bsz, seq_len, 0, flags.data_dtype)
-    # No window twice, unless there are too few for one batch.
-    n_batches = max(1, min(VAL_BATCHES, val_source.windows.number // bsz))
-    n_samples = n_batches * bsz
+    # The same samples whatever the micro batch.
+    n_samples = min(val_source.windows.number, -(-VAL_TOKENS // seq_len))
     val_source.check(n_samples)
+    val_source.until, plan = n_samples, range(0, n_samples, bsz)
+    val_source.global_batch = len(plan) * bsz
     if packing is not None:
         more = seq_len, 0, None, flags.pack_separator
         val_source.packing = make_packing(flags.val_data, flags.data_dtype, *more)
-        val_source.global_batch = n_samples
-    return source, (val_source, range(0, n_samples, bsz))
+    return source, (val_source, plan)
 
 
 def sample_plan(schedule: Schedule, batch: Batch, data_rank: int = 0) -> range:
@@ -172,21 +171,34 @@ def batches(source: Source, plan: range, device: torch.device) -> Iterator[Micro
     else:
         rows = (source[first] for first in plan)
     step, weight = range(0), 1.0
+    until = source.until if isinstance(source, FileTokens) else None
     for first, ids in zip(plan, rows, strict=False):
         if ids.device.type != device.type:
             ids = ids.pin_memory().to(device, non_blocking=True)
         inputs, labels = ids[:, :-1], ids[:, 1:]
-        if source.packing is None:
+        if source.packing is None and (until is None or source.global_batch <= until):
             yield MicroBatch(inputs, labels)
             continue
         if first not in step:
             begin = first - first % source.global_batch
             step = range(begin, begin + source.global_batch)
             # A step's positions over the labels among them that are not masked.
-            positions = len(step) * labels.shape[1]
-            masked = int(source.packing.begins(np.array(step))[:, 1:].sum())
-            weight = positions / max(1, positions - masked)
-        begins = source.packing.begins(np.arange(first, first + source.bsz))
-        ends = torch.from_numpy(begins[:, 1:].copy()).to(device, non_blocking=True)
-        documents = Documents(torch.from_numpy(starts_of(begins)), weight)
-        yield MicroBatch(inputs, labels.masked_fill(ends, MASKED), documents)
+            kept = ~_masked(source, np.array(step), labels.shape[1])
+            weight = kept.size / max(1, int(kept.sum()))
+        samples = np.arange(first, first + source.bsz)
+        masked = torch.from_numpy(_masked(source, samples, labels.shape[1]))
+        documents = None
+        if source.packing is not None:
+            documents = Documents(torch.from_numpy(starts_of(source.packing.begins(samples))))
+        labels = labels.masked_fill(masked.to(device, non_blocking=True), MASKED)
+        yield MicroBatch(inputs, labels, documents, weight)
+
+
+def _masked(source: Source, samples: np.ndarray, seq_len: int) -> np.ndarray:
+    """(n, T) labels that do not count: those in another document, and of samples that only fill up."""
+    masked = np.zeros((len(samples), seq_len), dtype=bool)
+    if source.packing is not None:
+        masked |= source.packing.begins(samples)[:, 1:]
+    if isinstance(source, FileTokens) and source.until is not None:
+        masked[samples >= source.until] = True
+    return masked

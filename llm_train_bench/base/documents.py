@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.token_files import Windows, open_tokens
 from llm_train_bench.model.json_files import parse_json, plain_file, plain_text
 
@@ -39,9 +39,7 @@ def read_lengths(text: str) -> np.ndarray:
             raise UsageError(f"--pack-lengths {text}: a lognormal distribution {why}")
         normal = statistics.NormalDist()
         z = np.array([normal.inv_cdf((i + 0.5) / LEVELS) for i in range(LEVELS)])
-        # Of these values the mean is exact: the far tail is not among them.
-        table = np.exp(sigma * z)
-        return np.maximum(1, np.rint(table * mean / table.mean())).astype(np.int64)
+        return _rounded_to_mean(np.exp(sigma * z), mean)
     try:
         values = parse_json(plain_text(text))
     except (OSError, ValueError) as error:
@@ -53,6 +51,24 @@ def read_lengths(text: str) -> np.ndarray:
     if not good or not all(type(n) is int and 0 < n < 2**31 for n in values):
         raise UsageError(f"--pack-lengths {text}: must be a JSON list of lengths, each 1 or more")
     return np.sort(np.array(values, dtype=np.int64))
+
+
+def _rounded_to_mean(shape: np.ndarray, mean: float) -> np.ndarray:
+    """Whole numbers, 1 or more, in the proportions of sorted values, with that mean."""
+
+    def scaled(factor: float) -> np.ndarray:
+        return np.maximum(1, np.rint(shape * factor)).astype(np.int64)
+
+    low = high = mean / shape.mean()
+    if scaled(high).min() < 2:  # numbers below 1 may have become 1, so that the others are smaller
+        low = 0.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if scaled(middle).mean() <= mean else (low, middle)
+    table = scaled(low)
+    missing = round(mean * len(table)) - table.sum()
+    table[len(table) - abs(missing) :] += np.sign(missing)
+    return table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,18 +160,20 @@ def read_ends(path: str, dtype: str, separator: int | None) -> np.ndarray:
             raise UsageError(f"--pack-separator {separator}: {path} does not hold that token")
         return ends
     try:
-        ends = np.load(plain_file(index), allow_pickle=False)
+        ends = np.load(plain_file(index), mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise UsageError(
             f"--pack: {path} has no index {index.name}; write it with prepare_data.py, or name the token "
             "after each document: --pack-separator"
         ) from None
-    except (OSError, ValueError, EOFError) as error:
-        raise UsageError(f"{index}: cannot be read as an index of documents: {error}") from None
-    good = ends.ndim == 1 and ends.dtype.kind in "iu" and len(ends)
-    if not good or (np.diff(ends) <= 0).any() or ends[0] <= 0 or ends[-1] != len(tokens):
+    except Exception as error:  # of a damaged header numpy raises what Python's tokenizer does
+        text = f"{index}: cannot be read as an index of documents: {one_line(error)}"
+        raise UsageError(text) from None
+    good = isinstance(ends, np.ndarray) and ends.ndim == 1 and ends.dtype.kind in "iu" and len(ends)
+    ends = ends.astype(np.int64) if good else np.zeros(1, np.int64)  # unsigned differences wrap
+    if (np.diff(ends) <= 0).any() or ends[0] <= 0 or ends[-1] != len(tokens):
         raise UsageError(f"{index}: is no index of the documents in {path}; write both anew")
-    return ends.astype(np.int64)
+    return ends
 
 
 def starts_of(begins: np.ndarray) -> np.ndarray:

@@ -205,7 +205,7 @@ def build_passes(
             with no_sync() if micro < n_micro - 1 else contextlib.nullcontext():
                 with log.part("forward"):
                     with torch.set_grad_enabled(train), autocast(amp, device), fp8.forward(micro):
-                        loss = model(*batch) / (n_micro / batch.weight)
+                        loss = model(*batch[:3]) / (n_micro / batch.weight)
                     total += loss.detach()
                 if train:
                     with log.part("backward"):
@@ -314,7 +314,7 @@ def validation_loss(run: Run, model: nn.Module, data: Validation | None) -> floa
         if work.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         with autocast(amp, device):
-            total += model(*batch) * batch.weight
+            total += model(*batch[:3]) * batch.weight
     model.train()
     reshard(sharded)
     if work.parallelism.divided:  # each rank's loss is of its own tokens

@@ -352,7 +352,11 @@ def pack_documents(
     packing = make_packing(flags.data, flags.data_dtype, batch.seq_len, flags.seed, *more)
     size = batch.global_batch
     measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
-    return dataclasses.replace(batch, documents=count_lengths(packing, measured)), packing
+    lengths = count_lengths(packing, measured)
+    if max(length for length, _ in lengths) < 2:
+        source = "--pack-lengths" if flags.data == "synthetic" else f"--data {flags.data}"
+        raise UsageError(f"{source}: documents of one token have no label; use longer ones")
+    return dataclasses.replace(batch, documents=lengths), packing
 
 
 def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Recompute:
