@@ -22,7 +22,7 @@ from llm_train_bench.model.layout import Documents
 from llm_train_bench.model.loss import MASKED
 from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
 from llm_train_bench.parallel.layout import shared_by_work
-from tests.helpers import FAMILIES, config, plan_of, trained, words
+from tests.helpers import FAMILIES, config, plan_of, read_steps, trained, words
 from tests.test_parity import built, some_tokens
 
 T, CPU = 24, torch.device("cpu")
@@ -318,6 +318,22 @@ def test_a_packed_run_names_both_counts(tmp_path, tokens_file):
     run = trained(tmp_path / "runs", path, PACKED, "--data", tokens_file, "--val-data", tokens_file)
     m = run["metrics"]
     assert m["val_loss"] < m["val_loss_before"]
+    # Both losses are means over labels, each document computed by itself.
+    model, tokens = built(shape, 0, 48), torch.from_numpy(np.array(open_tokens(tokens_file), np.int64))
+    packing = make_packing(str(tokens_file), "auto", 48, 0)
+    first, every = read_steps(tmp_path / "runs")[0]["loss"], range(packing.windows.number)
+    for loss, samples in ((first, range(2)), (m["val_loss_before"], every)):
+        total, count = 0.0, 0
+        for sample, row in zip(samples, packing.begins(np.array(samples)), strict=True):
+            start = packing.windows.start(sample)
+            edges = [*np.flatnonzero(row[:-1]).tolist(), 48]
+            for begin, end in itertools.pairwise(edges):
+                last = end if end == 48 and not row[48] else end - 1
+                if n := last - begin:
+                    part = tokens[start + begin : start + last + 1][None]
+                    total += n * model(part[:, :-1], part[:, 1:]).item()
+                    count += n
+        assert loss == pytest.approx(total / count, rel=1e-5)
     assert run["attention_kernel"] == "flash" and run["observed"]["paths"]["attention"] == "pieces"
     plan = plan_of(words(path, PACKED, "--data", tokens_file), platform="cpu")
     assert isinstance(plan.packing, documents.FileDocuments)

@@ -235,7 +235,8 @@ TRAINED = "original_max_position_embeddings"
      # Other names of keys.
      ("granitemoehybrid", dict(mamba_n_groups=4)),
      ("granitemoehybrid", dict(layers_block_type=["attention", "mamba", "attention"])),
-     ("nemotron_h", dict(mamba_n_groups=4)),
+     ("nemotron_h", dict(mamba_n_groups=4)), ("nemotron_h", dict(time_step_limit=[0.5, 0.9])),
+     ("granitemoehybrid", dict(time_step_limit=[0.5, 0.9])),
      ("nemotron_h", dict(use_conv_bias=True, mamba_conv_bias=False)),
      ("nemotron_h", dict(conv_kernel=4, mamba_d_conv=3)), ("ministral3", {TRAINED: 4}),
      ("mistral4", {TRAINED: 4}),
