@@ -106,7 +106,7 @@ class Case:
     @property
     def rough(self) -> float:
         """Where a rounding may go the other way, the limit of the first gradients; else 0."""
-        return 1e-2 if "--amp bf16" in self.flags else 3e-2 * ("--use-fp8" in self.flags)
+        return 1e-2 if "--amp bf16" in self.flags else 1e-3 * ("--use-fp8" in self.flags)
 
     def size(self, flag: str, default: int = 1) -> int:
         words = self.flags.split()

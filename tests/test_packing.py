@@ -319,7 +319,10 @@ def test_a_packed_run_names_both_counts(tmp_path, tokens_file):
     m = run["metrics"]
     assert m["val_loss"] < m["val_loss_before"]
     # Both losses are means over labels, each document computed by itself.
-    model, tokens = built(shape, 0, 48), torch.from_numpy(np.array(open_tokens(tokens_file), np.int64))
+    model, tokens = (
+        built(shape, 0, 48),
+        torch.from_numpy(np.array(open_tokens(tokens_file), np.int64)),
+    )
     packing = make_packing(str(tokens_file), "auto", 48, 0)
     first, every = read_steps(tmp_path / "runs")[0]["loss"], range(packing.windows.number)
     for loss, samples in ((first, range(2)), (m["val_loss_before"], every)):
