@@ -230,7 +230,11 @@ def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True
     if not write:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / f"{prefix}model.safetensors", metadata={"format": "pt"})
+    path = directory / f"{prefix}model.safetensors"
+    path.touch()  # with the permissions that new files have here; safetensors would take them all
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
     if model.lora:
         settings = adapter_settings(config.name, model.lora)
     else:

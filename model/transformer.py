@@ -220,8 +220,8 @@ class Transformer(HasWeights):
         # All tp ranks have the loss of all their tokens.
         hidden, labels = layout.gather(x).flatten(0, 1), labels[:, held.gathered].flatten()
         # Labels are masked between documents, and of samples that fill up a validation batch.
-        masks = documents is not None or not self.training
-        return self.loss(hidden, head, labels, masks=masks)
+        some_masked = documents is not None or not self.training
+        return self.loss(hidden, head, labels, masks=some_masked)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor | slice) -> Tensor:
         """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""

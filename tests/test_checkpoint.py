@@ -19,14 +19,14 @@ from llm_train_bench.apply import precision
 from llm_train_bench.apply.optimizer import learning_rate
 from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.model.config import load_config
-from llm_train_bench.model.hf import to_hf
+from llm_train_bench.model.hf import save_pretrained, to_hf
 from llm_train_bench.results import result_files
 from llm_train_bench.results.goodput import fill_goodput
 from llm_train_bench.results.result_files import begin_attempt, is_alive, this_process
 from llm_train_bench.results.schema import Attempt, Metrics
 from llm_train_bench.run import loop, signals
 from llm_train_bench.run.checkpoint.attempt import checkpoints_at, read_facts
-from tests import faults
+from tests import faults, helpers
 from tests.faults import losses_of, steps_of
 from tests.helpers import noted, only_result, records_of, run_train
 
@@ -396,6 +396,18 @@ def test_evaluation_on_the_way_is_marked(tmp_path):
     assert [step for step, _ in m["val_losses"]] == [5, 10, 15, 20]
     assert m["val_losses"][-1][1] == m["val_loss"] and m["window_evaluations"] == 3
     assert m["val_perplexity"] == pytest.approx(2.718281828 ** m["val_loss"])
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_others_may_read_an_export_if_the_umask_lets_them(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        for _ in range(2):  # anew, and over a file that is there
+            save_pretrained(helpers.built(helpers.config("llama")), tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("config.json", "model.safetensors"), 0o666 & ~umask)
 
 
 def test_weights_of_a_checkpoint_are_exported(saved, tmp_path):

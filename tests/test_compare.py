@@ -18,8 +18,21 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.compare import gate, report
 from llm_train_bench.compare.ratios import Prices
 from llm_train_bench.compare.ratios import compare as compare_records
+from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.compare.setting import identity, repeats
-from tests.helpers import ROOT, cases, changed, records_of, result_of, run_train, words
+from llm_train_bench.results.remarks import REFERENCE_KERNELS
+from llm_train_bench.run.provenance import _notes
+from tests.helpers import (
+    ROOT,
+    cases,
+    changed,
+    config,
+    plan_of,
+    records_of,
+    result_of,
+    run_train,
+    words,
+)
 
 LOGS = ROOT / "tests/logs"
 SAME = {"args__bucket_cap_mb": 25.0}  # runs_of() gives each name its own
@@ -367,6 +380,27 @@ def test_a_ratio_of_fp8_by_transformer_engine_says_what_else_it_contains(run_of)
     assert rows["plain"].is_reference and rows["fp8"].ratio == pytest.approx(1.5)
     assert "Transformer Engine's fused norms too" in "; ".join(rows["fp8"].remarks)
     assert not any("Engine" in text for text in (*rows["plain"].remarks, *rows["torchao"].remarks))
+
+
+@pytest.mark.parametrize(("device", "compared"), [("cuda", False), ("cpu", True)])
+def test_reference_kernels_say_nothing_of_other_trainers(device, compared, tmp_path, run_of):
+    """Hybrids on a GPU run PyTorch's operators, and others do not; two runs of ours are alike."""
+    work = plan_of(["configs/nemotron-tiny.json"], config=config("nemotron_h")).work
+    schedule = plan_of(["x.json"], config=config("llama")).schedule
+    (told,) = (note for note in _notes(work, schedule) if note.startswith(REFERENCE_KERNELS))
+    remarks = [{"kind": "information", "text": told}]
+    same = dict(device__type=device, remarks=remarks, model__name="m", batch__seq_len=1024)
+    ours, again = run_of("a", **same), run_of("b", 1.2, **same)
+    (tmp_path / "x.log").write_text("\n".join(
+        f"iteration {i}/ 9 | elapsed time per iteration (ms): 100 | global batch size: 8 |"
+        for i in range(9)))  # fmt: skip
+    facts = LogFacts(seq_len={"": 1024}, n_gpus={"": 1}, model={"": "m"})
+    records = [*records_of(ours, again), *records_of(tmp_path / "x.log", facts=facts)]
+    reasons = [text for row in compare_records(records, NONE, None) for text in row.not_compared]
+    assert [text for text in reasons if text.startswith(REFERENCE_KERNELS)] == (
+        [] if compared else ["reference kernels: they say nothing of other trainers' speed"]
+    )
+    assert all(r.not_compared == [] for r in compare_records(records[:2], NONE, None))
 
 
 def test_runs_for_which_auto_chose_another_library_are_rows_of_their_own(run_of):

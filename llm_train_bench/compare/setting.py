@@ -14,6 +14,7 @@ from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.shareable import public_device, public_name, public_value
 from llm_train_bench.formulas.time_statistics import Mean, chance_of, difference, mean_of, student_t
+from llm_train_bench.results.remarks import REFERENCE_KERNELS
 from llm_train_bench.results.schema import METER_LENGTH, Result
 from llm_train_bench.settings.flags import (
     LENGTH,
@@ -165,6 +166,8 @@ def plainest(members: Sequence[Record]) -> Record:
 def unlike(a: Record, b: Record, identical: bool) -> list[str]:
     """Why b cannot be compared with a: another model, another training, another way to count."""
     why = []
+    if a.suite != b.suite and (_by_reference_kernels(a) or _by_reference_kernels(b)):
+        why.append(f"{REFERENCE_KERNELS}: they say nothing of other trainers' speed")
     if a.model_hash and b.model_hash and a.model_hash != b.model_hash:
         why.append("another model under the same name")
     if a.hardware == b.hardware and unlike_limits(a.power_limit_w, b.power_limit_w):
@@ -180,6 +183,12 @@ def unlike(a: Record, b: Record, identical: bool) -> list[str]:
     if identical and not (a.arguments and b.arguments) and a.settings != b.settings:
         why.append(f"settings {a.settings} / {b.settings}")
     return why
+
+
+def _by_reference_kernels(r: Record) -> bool:
+    """Whether a run of ours on a GPU had layers that others compute by kernels of their own."""
+    told = any(text.startswith(REFERENCE_KERNELS) for text in r.texts("information"))
+    return told and r.result is not None and r.result.device.type != "cpu"
 
 
 def unlike_limits(a: float | None, b: float | None) -> bool:

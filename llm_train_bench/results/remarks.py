@@ -28,6 +28,7 @@ POWER_CAP = "power cap"
 
 # A mean clock below this part of the limit needs a reason, and a GPU so far behind the others too.
 LOW_CLOCK, SLOW_DEVICE = 0.7, 0.03
+REFERENCE_KERNELS = "reference kernels"
 SHARED = "end the other processes that use it: doctor.py lists them"
 
 RemarkKind = Literal["invalid", "disturbed", "information"]

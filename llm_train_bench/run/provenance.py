@@ -26,6 +26,7 @@ from llm_train_bench.formulas.parameters import count_parameters, linear_paramet
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_memory_gib, device_name, nccl_version
 from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect
+from llm_train_bench.results.remarks import REFERENCE_KERNELS
 from llm_train_bench.results.result_files import now, this_process
 from llm_train_bench.results.schema import Device, Fp8Info, ModelInfo, Result, StepSize
 from llm_train_bench.settings.flags import (
@@ -187,7 +188,8 @@ def _notes(work: Work, schedule: Schedule) -> Iterator[str]:
     if n := work.config.mtp_layers:
         yield f"modules of multi-token prediction: {n} left out"
     if "recurrent" in work.config.parts:
-        yield "layers with states: PyTorch's operators, not flash-linear-attention or mamba-ssm"
+        others = "not flash-linear-attention or mamba-ssm"
+        yield f"{REFERENCE_KERNELS}: layers with states by PyTorch's operators, {others}"
     if schedule.captured:
         window = range(schedule.window_begin, schedule.window_end)
         where = "inside" if any(step in window for step in schedule.profiled) else "after"
