@@ -2,7 +2,7 @@
 
     make bytes NANOGPT=CHECKOUT     (python benchmarks/bytes.py [--only SHAPE/FORMAT/NAME ...] [--list])
 
-It needs a CUDA build of torch 2.11. Our step, and those of transformers, nanoGPT, litgpt and torchtitan,
+It needs a CUDA build of torch 2.11. Our step, and those of transformers, nanoGPT and litgpt,
 run under PyTorch's fake CUDA tensors, through the real torch.compile for sm_90. What Inductor generates
 is executed too, except its Triton kernels, whose bytes are Inductor's own estimate. Every other operator
 counts as its inputs and outputs, each once. Models of one block and of two give the rest (docs/SPEED.md).
@@ -91,7 +91,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import ROOT, parser_of, show
-from benchmarks.peer_models import Titan, build_litgpt, build_nanogpt
+from benchmarks.peer_models import build_litgpt, build_nanogpt
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
 from llm_train_bench.model import loss as loss_module
@@ -321,34 +321,9 @@ class Counter(TorchDispatchMode):
         self.add(kind, name, float(reads + writes), flops, kernels)
 
 
-def summed_loss(logits, labels):
-    return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=-100)
-
-
-def chunked_loss(model: Titan):
-    """A function of tokens and labels to torchtitan's loss, compiled as its training script does."""
-    for block in model.blocks:
-        block.compile(fullgraph=True)
-    compiled = torch.compile(summed_loss)
-
-    def chunked(tokens, labels):  # eight chunks, each with its backward at once
-        hidden = model(tokens)
-        whole = torch.zeros_like(hidden, dtype=torch.float32).flatten(0, 1)
-        rows = whole.shape[0] // 8
-        parts = hidden.detach().flatten(0, 1).split(rows), whole.split(rows)
-        for part, into, label in zip(*parts, labels.flatten().split(rows), strict=True):
-            part = part.detach().requires_grad_()
-            loss = compiled(model.head(part), label) / labels.numel()
-            loss.backward()
-            into.copy_(torch.zeros_like(part) if part.grad is None else part.grad)
-        return (hidden, whole.view_as(hidden).to(hidden.dtype))
-
-    return chunked
-
-
 Shape = namedtuple("Shape", "config depth B T names")
 GPT2 = ("ours", "transformers", "nanogpt")
-LLAMA = ("ours", "transformers", "litgpt", "torchtitan")
+LLAMA = ("ours", "transformers", "litgpt")
 MOE = ("ours",)
 SHAPES = {
     "gpt2-125m": Shape("gpt2-125m", 12, 128, 1024, GPT2),
@@ -394,11 +369,8 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
                 model = build_nanogpt(config, NANOGPT, "cuda")
                 compiled = torch.compile(model)
                 return model, lambda x, y: compiled(x, y)[1]
-            if name == "litgpt":
-                model, loss = build_litgpt(config, shape.T, "cuda")
-                return model, functools.partial(loss, torch.compile(model))
-            model = Titan(config, shape.T)
-            return model, chunked_loss(model)
+            model, loss = build_litgpt(config, shape.T, "cuda")
+            return model, functools.partial(loss, torch.compile(model))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -418,10 +390,7 @@ def step(name: str, shape: Shape, depth: int, half: bool) -> list[Launch]:
             with torch.autocast("cuda", torch.bfloat16, enabled=not half):
                 loss = loss_of(tokens, labels)
             counter.phase = "backward"
-            if isinstance(loss, tuple):
-                torch.autograd.backward(loss[0], loss[1])
-            else:
-                loss.backward()
+            loss.backward()
             parameters = list(module.parameters())
             optimizer = optimizer_of(dict(module.named_parameters()), OptimizerFlags())
             optimizer._cuda_graph_capture_health_check = lambda: None

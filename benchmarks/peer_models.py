@@ -1,7 +1,7 @@
 """Models of other trainers with our weights, for benchmarks/peers.py and bytes.py.
 
 The real packages: transformers, with Liger too, litgpt, torchtitan, and nanoGPT from a checkout.
-torchtitan needs torch 2.13. bytes.py, which needs torch 2.11, counts its Llama as it is rewritten here.
+torchtitan needs torch 2.13, and bytes.py, which needs torch 2.11, leaves it out.
 """
 
 # pyright: reportMissingImports=false
@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -191,57 +190,3 @@ def set_gelu(model: nn.Module, approximate: str) -> None:
     for module in model.modules():
         if hasattr(module, "gelu"):
             module.gelu = nn.GELU(approximate)
-
-
-class TitanBlock(nn.Module):
-    """A residual block of torchtitan's Llama."""
-
-    def __init__(self, c: ModelConfig):
-        super().__init__()
-        self.c, d, f = c, c.hidden_size, c.intermediate_size
-        self.norm_1, self.norm_2 = (nn.RMSNorm(d, eps=c.norm_eps) for _ in range(2))
-        self.qkv = nn.Linear(d, c.query_size + 2 * c.kv_size, bias=False)
-        self.out = nn.Linear(c.query_size, d, bias=False)
-        self.gate, self.up = (nn.Linear(d, f, bias=False) for _ in range(2))
-        self.down = nn.Linear(f, d, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, T, d) to (B, T, d)."""
-        (B, T, _), widths = x.shape, (self.c.query_size, self.c.kv_size, self.c.kv_size)
-        parts = self.qkv(self.norm_1(x)).split(widths, dim=2)
-        q, k, v = (t.view(B, T, -1, self.c.head_dim) for t in parts)
-        q, k = turned_pairs(q, cos, sin), turned_pairs(k, cos, sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        x = x + self.out(y.transpose(1, 2).contiguous().view(B, T, -1))
-        h = self.norm_2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-def turned_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions of neighbours, in real numbers: torchtitan's are complex, and do not compile."""
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(3).type_as(x)
-
-
-class Titan(nn.Module):
-    """torchtitan's Llama: (B, T) ids to what the head sees."""
-
-    def __init__(self, c: ModelConfig, T: int):
-        super().__init__()
-        self.c, d, V = c, c.hidden_size, c.padded_vocab_size
-        self.embed, self.head = nn.Embedding(V, d), nn.Linear(d, V, bias=False)
-        self.blocks = nn.ModuleList(TitanBlock(c) for _ in range(c.num_hidden_layers))
-        self.norm = nn.RMSNorm(d, eps=c.norm_eps)
-        exponents = -torch.arange(0, c.head_dim, 2) / c.head_dim
-        angles = torch.arange(T)[:, None] * c.rope_theta**exponents
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return self.norm(x)
