@@ -64,7 +64,12 @@ def main(argv: Sequence[str]) -> int:
     console = plain_console(width=None if sys.stdout.isatty() else 160)
     if args.json:
         content = [
-            {"trace": t.path, "device": t.device_name, "notes": t.notes}
+            {
+                "trace": t.path,
+                "device": t.device_name,
+                "notes": t.notes,
+                "marked_steps": len(t.steps),
+            }
             | b.model_dump()
             | {"matmul_tflops": b.matmul_tflops}
             for t, b in traces
@@ -76,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         ((trace, b),) = traces
         steps = f"{b.n_steps} step{'s' * (b.n_steps != 1)}"
         if b.n_steps < len(trace.steps):
-            steps += f" of {len(trace.steps)}: no launch of the first ones was recorded"
+            steps += f" of {len(trace.steps)}: no GPU work of the first ones was recorded"
         steps = steps if trace.steps else "no marked steps, taken as one"
         console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
         show_breakdown(console, "class", b)

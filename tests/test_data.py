@@ -265,6 +265,8 @@ def test_a_validation_loss_is_of_the_same_labels_whatever_the_batch(
     counted, mean = np.zeros(windows, int), 0.0
     for first, batch in zip(firsts, batches(source, firsts, CPU), strict=True):
         assert batch.inputs.shape == (bsz, 4)
+        filling = batch.inputs[samples - first :]  # it repeats the last
+        assert not len(filling) or (filling == batch.inputs[samples - first - 1]).all()
         for sample, labels in enumerate(batch.labels, first):
             if (labels >= 0).all():
                 counted[source.windows.start(sample) // 4] += 1

@@ -222,12 +222,50 @@ def test_odd_traces_have_the_same_steps(odd, tmp_path):
     assert said in " ".join(trace.notes) if said else not trace.notes
 
 
+def with_ids(events, more):
+    """The same events of another process, on a GPU that it calls 0 too."""
+    ids = ("correlation", "External id")
+    changed = ({k: v + more if k in ids else v for k, v in e["args"].items()} for e in events)
+    pids = (e["pid"] + 100 * (e["pid"] == 1) for e in events)
+    return [e | {"args": a, "pid": p} for e, a, p in zip(events, changed, pids, strict=True)]
+
+
+def test_ranks_that_each_call_their_gpu_0_are_kept_apart(tmp_path, refused):
+    copies = [e for e in WHOLE if e["cat"] != "gpu_memcpy"]  # of which no launch is known
+    trace = read_trace(write_trace(tmp_path / "t.json", copies + with_ids(copies, 50)))
+    b = break_down(trace)
+    assert micros(b.classes_s) == {"idle": 700, "matmul fp32": 300}
+    assert b.matmul_flops == 2 * 4096**3
+    path = write_trace(tmp_path / "t.json", copies + with_ids(copies, 0))
+    refused(trace_report.main, "mixes 2 processes; give a file of each rank", path)
+
+
+def test_flops_are_of_the_marked_steps_and_idle_ones_count(tmp_path):
+    """Work from before the first mark is in no step; a step in which the GPU has no work is one."""
+    earlier = [
+        e | {"ts": e["ts"] - 5000} for e in with_ids(WHOLE, 70) if "Profiler" not in e["name"]
+    ]
+    host = [
+        event(f"ProfilerStep#{i}", 1e3 * i, 1e3 * (i + 1), "user_annotation", 1) for i in (-2, -1)
+    ]
+    for events, n in ((WHOLE + earlier, 2), (host + WHOLE, 4)):
+        b = break_down(read_trace(write_trace(tmp_path / "t.json", of_process(events, 0))))
+        assert (b.n_steps, b.matmul_flops) == (n, pytest.approx(2 * 4096**3 * 2 / n))
+
+
+def test_copies_are_known_by_their_category(tmp_path):
+    """roctracer calls them CopyHostToDevice and FillBuffer."""
+    events = [e | {"name": "FillBuffer"} if e["cat"] == "gpu_memcpy" else e for e in WHOLE]
+    b = break_down(read_trace(write_trace(tmp_path / "t.json", events)))
+    assert micros(b.classes_s)["copies"] == 200
+
+
 def test_a_step_whose_records_are_lost_does_not_count(tmp_path, output_of):
     kept = [e for e in WHOLE if e["name"] in ("ProfilerStep#0", "volta_sgemm_128x64_nn")]
     path = write_trace(tmp_path / "t.json", [*kept[:2], *WHOLE[4:]])
     b = break_down(read_trace(path))
     assert (b.n_steps, b.step_time_s) == (1, pytest.approx(1e-3))
-    assert "1 step of 2: no launch of the first ones" in output_of(trace_report.main, path)
+    assert "1 step of 2: no GPU work of the first ones" in output_of(trace_report.main, path)
 
 
 def test_a_gpu_program_without_recorded_kernels_has_no_rates(tmp_path, refused):

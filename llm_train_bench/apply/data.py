@@ -67,7 +67,7 @@ class FileTokens:
     packing: Packing | None = None
     global_batch = 1
     until: int | None = None
-    """The sample from which on samples only fill up a micro batch: their labels are masked."""
+    """Samples from here on fill up a micro batch: they repeat the one before, with masked labels."""
 
     def __init__(
         self, path: str, vocab_size: int, bsz: int, seq_len: int, seed: int, dtype: str = "auto"
@@ -78,7 +78,8 @@ class FileTokens:
 
     def rows(self, first: int, n: int) -> np.ndarray:
         """(n, seq_len + 1) tokens of the samples from number `first` on, in the file's width."""
-        starts = [self.windows.start(sample) for sample in range(first, first + n)]
+        last = first + n if self.until is None else self.until - 1
+        starts = [self.windows.start(min(sample, last)) for sample in range(first, first + n)]
         return np.stack([self.tokens[s : s + self.seq_len + 1] for s in starts])
 
     def __getitem__(self, first: int) -> Tensor:

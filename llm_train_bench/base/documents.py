@@ -67,7 +67,11 @@ def _rounded_to_mean(shape: np.ndarray, mean: float) -> np.ndarray:
             low, high = (middle, high) if scaled(middle).mean() <= mean else (low, middle)
     table = scaled(low)
     missing = round(mean * len(table)) - table.sum()
-    table[len(table) - abs(missing) :] += np.sign(missing)
+    if missing < 0:  # of the smallest that may be smaller, so that the table stays sorted
+        first = np.searchsorted(table, 2)
+        table[first : first - missing] -= 1
+    else:
+        table[len(table) - missing :] += 1
     return table
 
 

@@ -185,13 +185,16 @@ def _between_lines(entries: list[dict[str, Any]]) -> list[LoggedStep]:
     steps: dict[int, LoggedStep] = {}
     before = 0, 0.0, 0.0
     for entry in entries:
-        number, tokens = entry["step"], entry.get("total_tokens") or 0.0
+        number, tokens = entry["step"], as_number(entry.get("total_tokens")) or 0.0
         clock = re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d+):(\d+)", str(entry.get("elapsed_time")))
         days, *hours = (int(n or 0) for n in clock.groups()) if clock else (0, 0, 0, 0)
         seconds = 86400 * days + 3600 * hours[0] + 60 * hours[1] + hours[2]
         # Both since the start; the clock shows whole seconds.
         rate = as_number(entry.get("throughput")) or 0.0
         now = number, tokens / rate if rate else seconds, tokens
+        if now[1] < before[1]:  # another run
+            steps.clear()
+            before = now
         if entry.get("loss") is not None and number not in steps:  # or another rank's line
             step = steps[number] = logged_step(entry, number, "LLaMA-Factory")
             if before[0] < number and before[1] < now[1]:
@@ -271,9 +274,9 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     samples = means["samples_per_sec"] or log.samples_per_sec
     counted = log.counted_tokens_per_sec
     if times and batch and length:
-        # Each step with its own batch: it may still be growing.
-        sizes = [s.global_batch or batch for s in body if s.time_s][-len(times) :]
-        counted = sum(sizes) * length / sum(times)
+        # Each step with its own batch and length: they may still be growing.
+        sizes = [(s.global_batch or batch) * (s.seq_len or length) for s in body if s.time_s]
+        counted = sum(sizes[-len(times) :]) / sum(times)
     if times and log.tokens_per_step:
         total = log.tokens_per_step * len(times) / sum(times)
     elif per_gpu is None and total is None:
@@ -291,10 +294,14 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         total = per_gpu * n
     # Counters of a whole run have its start in them.
     most = 0.25 if counted == log.counted_tokens_per_sec else 0.1
+    if log.suite == "LLaMA-Factory":
+        counted = None  # samples are padded to the longest of their batch
     if counted and (printed := total or per_gpu) and abs(counted / printed - 1) > most:
         what = "" if total else " per GPU, whose number --log gpus=N supplies"
         own = f"its counters and times give {counted:,.0f} in all"
-        doubts.append(f"the log prints {printed:,.0f} tokens/s{what}; {own}")
+        gpus = max(1, round(counted / printed))
+        fits = total is None and abs(counted / printed / gpus - 1) < most
+        (notes if fits else doubts).append(f"the log prints {printed:,.0f} tokens/s{what}; {own}")
     if total is None and per_gpu is None:
         supply = {"seq-len": length, "global-batch": batch or samples}
         missing = [flag for flag, value in supply.items() if not value]

@@ -149,7 +149,9 @@ def _gpu_parts(trace: Trace) -> _Parts:
         times[name, label] += b - a
     # One operator may need several kernels (split-k).
     matmuls = {
-        trace.operator_id(s) for s, k in zip(trace.gpu, labels, strict=True) if k.startswith(MATMUL)
+        trace.operator_id(s)
+        for s, label in zip(trace.gpu, labels, strict=True)
+        if label.startswith(MATMUL) and begin <= s.start < end
     }
     flops = _flops_of(("", trace.operators.get(id)) for id in matmuls)
     return _Parts((begin, end), steps, classes, overlapped, calls, times, flops, gaps)
@@ -159,7 +161,7 @@ def _gpu_window(trace: Trace) -> tuple[float, float, int]:
     """The begin, the end and the number of the steps that the GPU worked for.
 
     From the first step's start, or the end of older work still running then, to the last end. First steps
-    from which no work comes, as the records of their launches were lost, are left out.
+    whose work or launches were not recorded are left out.
     """
     end = max(s.end for s in trace.gpu)
     if not trace.steps:
@@ -171,6 +173,10 @@ def _gpu_window(trace: Trace) -> tuple[float, float, int]:
     if not own:
         return starts[0], end, len(starts)
     lost = max(0, bisect.bisect_right(starts, min(origin for _, origin in own)) - 1)
+    worked = [s.start for s in trace.gpu if trace.origin_of(s) is None]
+    worked += [c.start for c in trace.launches.values() if "Launch" in c.name]
+    if not any(starts[0] <= start < starts[lost] for start in worked):
+        lost = 0  # the GPU had nothing to do
     first = own[0][0].start
     older = max((s.end for s in trace.gpu if s.start < first), default=starts[0])
     return max(starts[lost], min(older, first)), end, len(starts) - lost
@@ -182,7 +188,8 @@ def _label(trace: Trace) -> list[str]:
     for span in trace.gpu:
         launch = trace.launch_of(span)
         around = launch and ranges.innermost(launch.thread, launch.start)
-        label = _marked(kernel_class(span.name), _mark_of(around) if around else None)
+        label = COPIES if span.category != "kernel" else kernel_class(span.name)
+        label = _marked(label, _mark_of(around) if around else None)
         types = trace.operators.get(trace.operator_id(span), {}).get("Input type")
         labels.append(_with_format(label, span.name, types))
     return labels

@@ -22,8 +22,11 @@ _WRAPPERS = re.compile(
     r"|\w*(elementwise|reduce|for_each)_kernel\w*|fused_moe_kernel\w*",
     re.IGNORECASE,
 )
+LONGEST = 4096  # letters of a name that are looked at
 _COPY = re.compile(r"mem(cpy|set)", re.IGNORECASE)
-_NO_PART = re.compile(r"\(anonymous namespace\)::|<unnamed>::| \[clone [^]]*\]|\.kd$")
+_NO_PART = re.compile(
+    r"\(anonymous namespace\)::|<unnamed>::| \[clone [^]]*\]|\.kd$|decltype\(auto\) "
+)
 # By namespace, where functions have general names.
 _NAMESPACES = (
     (EMBEDDING, r"fbgemm.*(embedding|tbe|jagged)"),
@@ -47,14 +50,14 @@ _KERNEL_CLASSES = (
      r"|chunk_(fwd|bwd)_kernel|fused_recurrent|scaled_dot_kkt|local_cumsum|recompute_w_u|solve_tril"
      r"|merge_\d+x\d+.*_inverse|_wy_repr|flat::.*deltarule"),
     (ATTENTION, r"flash(?!infer)|fmha|attn_(fwd|bwd)|_attn_|sdpa|attention|cudnn_generated_fort"
-     r"|kernel_mha|^_?bwd_(kernel_(dk_dv|dq|fuse)|preprocess)|compute_dot_do_o|convert_dq_to|(^|_)mla_"
+     r"|kernel_mha|^_?bwd_(kernel_(dk_?dv|dq|fuse)|preprocess)|compute_dot_do_o|convert_dq_to|(^|_)mla_"
      r"|grouped_kernel_stage|paged_decode|batch_?(decode|prefill)"),
     (EMBEDDING, r"split_embedding|embedding_bag"),
     (CONVOLUTION, r"conv(olve|olution|[123]d|_?depthwise)|causal_conv|cudnn.*(fprop|dgrad|wgrad)"
      r"|implicit_convolve|xmma_(fprop|dgrad|wgrad)|miopen.*conv|igemm_(fwd|bwd|wrw)|scudnn|winograd"
      r"|wgrad_alg|grouped_conv|bwd_weight"),
     (OPTIMIZER, r"adam|lamb_|fusedsgd|fused_sgd|optimizer|muon|newton_?schulz|ns_line|polar_express"),
-    (MATMUL, r"(?<!fb)gemm(?!_args)|nvjet|cijk_|xmma|cutlass|splitk|gemv|wgrad|dgrad|igemm|^bmm_"
+    (MATMUL, r"(?<!fb)gemm(?!_(args|data))|nvjet|cijk_|xmma|cutlass|splitk|gemv|wgrad|dgrad|igemm|^bmm_"
      r"|^triton_mm|scaled_mm|^(_p)?_?matmul_(kernel|ogs)|^_kernel_matmul_|grouped_mm|fused_moe|moe_mm|marlin"
      r"|fmoe_|mfma_moe|^dot_kernel|^reduce_1block"),
     (LOSS, _LOSS),
@@ -101,13 +104,14 @@ def _first(patterns: Iterable[tuple[str | None, str]], name: str) -> str | None:
 @functools.cache
 def kernel_class(name: str) -> str:
     """The class of a GPU kernel, memory copy or memset: by its function's own name, if that tells it."""
-    scope, own, arguments = name_parts(name)
+    scope, own, arguments = name_parts(name[:LONGEST])
     kind = _first(_KERNEL_CLASSES, own) or _first(_NAMESPACES, scope + own)
     if kind is None and _WRAPPERS.fullmatch(own):
         kind = _first(_KERNEL_CLASSES, arguments)
     return kind or ELEMENTWISE
 
 
+@functools.cache
 def name_parts(name: str) -> tuple[str, str, str]:
     """A kernel's namespaces, its function's own name, and its template arguments.
 
@@ -168,10 +172,12 @@ def matmul_format(name: str, input_types: list[str] | None = None) -> str | None
     An operator's inputs may be wider than the matmul's: a sum to add to, or weights before a cast.
     """
     types = " ".join(t for t in input_types or [] if isinstance(t, str))
-    if of_triton := re.search(r"matmul_ogs_[A-Z]+_[^_]+?x([^_]+?)x", name):  # output, input, weight
+    if of_triton := re.search(
+        r"matmul_ogs_[A-Z]+_[^_]+?x([^_]+?)x", name[:LONGEST]
+    ):  # output, input, weight
         name = of_triton[1]
     else:
-        _, own, arguments = name_parts(name)
+        _, own, arguments = name_parts(name[:LONGEST])
         name = f"{own} {arguments}"
     matches = (k for text in (name, types) for k, p in _FORMATS.items() if re.search(p, text, re.I))
     return next(matches, None)

@@ -205,7 +205,11 @@ def read_trace(path: str | Path) -> Trace:
     if len(processes) > 1:  # traces of several ranks in one file
         main = steps[0].thread if steps else max(host, key=lambda thread: len(host[thread]))
         host = {thread: spans for thread, spans in host.items() if thread[0] == main[0]}
+        others = set().union(*(each for pid, each in launches.items() if pid != main[0]))
         launches = {main[0]: launches[main[0]]}
+        if len({(s.device, s.thread[0]) for s in gpu}) < 2 and others & launches[main[0]].keys():
+            raise UsageError(f"{path}: mixes {len(processes)} processes; give a file of each rank")
+        gpu = [s for s in gpu if s.correlation not in others - launches[main[0]].keys()]
         several = (
             f"{len(processes)} processes are in this file, and only process {main[0]} is shown"
         )
