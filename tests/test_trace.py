@@ -242,14 +242,13 @@ def test_ranks_that_each_call_their_gpu_0_are_kept_apart(tmp_path, refused):
 
 def test_flops_are_of_the_marked_steps_and_idle_ones_count(tmp_path):
     """Work from before the first mark is in no step; a step in which the GPU has no work is one."""
-    earlier = [
-        e | {"ts": e["ts"] - 5000} for e in with_ids(WHOLE, 70) if "Profiler" not in e["name"]
-    ]
+    earlier = [e | {"ts": e["ts"] - 5000, "pid": min(e["pid"], 1)} for e in with_ids(WHOLE, 70)]
+    earlier = [e for e in earlier if "Profiler" not in e["name"]]
     host = [
         event(f"ProfilerStep#{i}", 1e3 * i, 1e3 * (i + 1), "user_annotation", 1) for i in (-2, -1)
     ]
     for events, n in ((WHOLE + earlier, 2), (host + WHOLE, 4)):
-        b = break_down(read_trace(write_trace(tmp_path / "t.json", of_process(events, 0))))
+        b = break_down(read_trace(write_trace(tmp_path / "t.json", events)))
         assert (b.n_steps, b.matmul_flops) == (n, pytest.approx(2 * 4096**3 * 2 / n))
 
 
