@@ -25,6 +25,7 @@ from llm_train_bench.compare.gate import gate, own_runs
 from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.compare.save_runs import save_runs
+from llm_train_bench.compare.scaling import scaling, show_scaling
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
 from llm_train_bench.sweep.experiment import machines_of, read_experiment, swept
@@ -137,6 +138,7 @@ def main(argv: Sequence[str]) -> int:
     if directory:  # before anything is printed: nobody may read that to its end
         written = report.write(rows, directory, remarks)
     report.show_comparison(rows)
+    show_scaling(scaling(rows))
     for line in remarks:
         say(line)
     print(written, end="")

@@ -59,6 +59,12 @@ def published_rows(split: str | None = None) -> tuple[dict, ...]:
     return tuple(rows)
 
 
+def trainer_of(row: dict) -> str:
+    """A row's trainer as --trainer takes it: with its recipe, and ZeRO-1 where the flags are FSDP's."""
+    recipe = f" recipe={row['recipe']}" if "recipe" in row else ""
+    return row["trainer"] + recipe
+
+
 def step_of(row: dict) -> tuple[Work, Hardware]:
     """A row's step and device.
 
@@ -73,7 +79,7 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     fp8 = {"use_fp8": True, "fp8_recipe": row["fp8"]} if "fp8" in row else {}
     args = dataclasses.replace(args, **fp8, **row.get("lora", {}))
     gpu = dataclasses.replace(gpu, memory_gib=row.get("memory_gib", gpu.memory_gib))
-    memory, trainer = gpu.memory_gib, row["trainer"]
+    memory, trainer = gpu.memory_gib, trainer_of(row)
     work = plan_by(trainer, args, script, row["gpus"], gpu.platform, config, memory).work
     kinds, clock = ("bf16", "fp8", "measured_bf16", "measured_fp8"), row.get("clock", 1.0)
     rates = {f"{kind}_tflops": getattr(gpu, f"{kind}_tflops") for kind in kinds}
@@ -94,8 +100,8 @@ def errors(rows) -> list[float]:
 
 # How the formats of a report's weights are called by trainers.json.
 WEIGHTS = {
-    "bf16 with fp32 master copy": "master, bf16 gradients",
-    "fp16 with fp32 master copy": "master, bf16 gradients",
+    "bf16 with fp32 master copy": "master-bf16",
+    "fp16 with fp32 master copy": "master-bf16",
     "bf16 (no fp32 master copy)": "bf16",
 }
 
@@ -281,7 +287,7 @@ def show_plans() -> None:
         argv = ["configs/gpt2-tiny.json", "--seq-len", str(seq_len), *routed]
         args = parse_dataclass(Args, argv, "")
 
-        config, trainer = work.config, row["trainer"]
+        config, trainer = work.config, trainer_of(row)
         make = functools.partial(planned_by, trainer, args, gpu, config, compiled)
 
         batch = {"global_bsz": work.batch.global_batch, "seq_len": seq_len}

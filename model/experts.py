@@ -6,7 +6,7 @@ an expert.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -293,11 +293,26 @@ def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
-def fullest_expert(model: nn.Module) -> float | None:
-    """Rows of the fullest expert over the mean of its layer, in the worst layer; None without experts."""
-    loads = [(m.layout, m.load.total) for m in mixtures(model) if m.load.total is not None]
-    rows = [layout.sum_over_data(total) for layout, total in loads]
-    return max(((r.max() / r.mean()).item() for r in rows), default=None)
+def rows_so_far(model: nn.Module) -> list[Tensor | float]:
+    """A copy of the rows (E,) that this rank's tokens have sent to each mixture's experts in training."""
+    totals = (module.load.total for module in mixtures(model))
+    return [0.0 if total is None else total.clone() for total in totals]
+
+
+def imbalance_since(
+    before: Sequence[Tensor | float], model: nn.Module
+) -> tuple[float, float] | None:
+    """Rows since `before` (`rows_so_far`) over their mean: of the fullest expert and ep rank.
+
+    Those of the worst mixture; None without any. Ranks that hold other tokens call it together.
+    """
+    found = []
+    for module, old in zip(mixtures(model), before, strict=True):
+        if module.load.total is not None:
+            rows = module.layout.sum_over_data(module.load.total - old)
+            of_ranks = rows.view(module.layout.ep, -1).sum(dim=1)
+            found.append([(r.max() / r.mean()).item() for r in (rows, of_ranks)])
+    return tuple(map(max, zip(*found, strict=True))) if found else None
 
 
 @torch.no_grad()

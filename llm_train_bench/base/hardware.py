@@ -327,6 +327,18 @@ class Constants:
     network: float
     # Computation slows down beside communication: it loses multiprocessors and bandwidth.
     beside_communication: float
+    # Energy [J] of 10^12 operations in bf16, in FP8, of 10^9 bytes of memory; 0 where it was never
+    # measured. And the power [W] of a device that waits.
+    tflop_joules: float
+    low_tflop_joules: float
+    gb_joules: float
+    waiting_w: float
+    # Energy [J] of 10^12 operations in bf16, in FP8, of 10^9 bytes of memory; 0 where it was never
+    # measured. And the power [W] of a device that waits.
+    tflop_joules: float
+    low_tflop_joules: float
+    gb_joules: float
+    waiting_w: float
     # Part that a step loses with each doubling of the nodes, since all wait for the slowest
     # (torchtitan 8 to 128 GPUs 0.6 %, llm-foundry 8 to 512 1.6 %).
     slowest_node: float

@@ -20,6 +20,7 @@ from llm_train_bench.base.tables import (
 )
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record
+from llm_train_bench.compare.scaling import relative, scaling
 from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR
 from llm_train_bench.results.metrics import COMPARED
 
@@ -168,6 +169,7 @@ def write(rows: list[Compared], directory: Path, remarks: list[str]) -> str:
         "table_error": TABLE_ERROR,
         "remarks": remarks,
         "settings": settings,
+        "scaling": scaling(rows),
         "runs": runs,
     }
     write_whole(directory / "compare.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -189,7 +191,7 @@ def html(rows: list[Compared], remarks: list[str]) -> str:
     content = {
         "title": f"Training speed: {', '.join(list(groups)[:3])}",
         "about": about,
-        "remarks": remarks,
+        "remarks": [*remarks, *map(scaling_sentence, scaling(rows))],
         "groups": [_group(name, members, whole) for name, members in groups.items()],
         "provenance": {"differ": differ, "shared": shared},
     }
@@ -262,6 +264,14 @@ def verdicts(members: list[Compared]) -> list[str]:
     nothing = f"No verdict: this needs {RUNS_FOR_A_VERDICT} runs of a setting and of the reference."
     no_verdict = [nothing] if len(members) > 1 else []
     return [f"{sentence(m, reference.record)}." for m in judged] or no_verdict
+
+
+def scaling_sentence(line: dict[str, Any]) -> str:
+    """A line of `scaling` in words."""
+    return (
+        f"{line['setting']} on {line['devices']} devices: {relative(line)} of the speed per device "
+        f"on {line['fewest']}"
+    )
 
 
 # Per cent of a difference within which two settings are as fast as each other.

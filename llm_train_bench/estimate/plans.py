@@ -197,7 +197,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
 
     `changed(flag=value, ...)` are the arguments with other flags.
     """
-    find_trainer(wanted.trainer)
+    find_trainer(wanted.trainer_words)
     plain = changed()
     price, gpus = plain.usd_per_hour, wanted.gpus
     seq_len = resolve_seq_len(plain.seq_len, config)
@@ -215,12 +215,14 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
             args, has = changed(pt_compile=True, **flags), (gpu.memory_gib, gpu.native_amp)
-            return plan_by(wanted.trainer, args, script, n, gpu.platform, config, *has).work
+            return plan_by(wanted.trainer_words, args, script, n, gpu.platform, config, *has).work
 
         best, tried, lost = search(config, gpu, gpus, sizes, make)
         enough |= bool(best)
         if wanted.json:
-            layouts = [dataclasses.asdict(x) | {"words": x.words(wanted.trainer)} for x in best]
+            layouts = [
+                dataclasses.asdict(x) | {"words": x.words(wanted.trainer_words)} for x in best
+            ]
             plan = {"gpus": gpus, "samples": sizes["global_bsz"], "best": layouts, "lost": lost}
             content[gpu.name] = plan
             continue
@@ -245,7 +247,7 @@ def show_layouts(
         rate, memory = layout.tokens_per_sec / wanted.gpus, layout.memory / BYTES_PER_GIB
         need = f"{memory:,.1f}" + ("" if layout.verdict == VERDICTS[0] else ", may not fit")
         cells = (f"{rate:,.0f}", need, number(days, ",.1f"), number(usd, ",.0f"))
-        table.add_row(layout.words(wanted.trainer), *cells, layout.loss())
+        table.add_row(layout.words(wanted.trainer_words), *cells, layout.loss())
     show_whole(table)
     if not best:
         why = "fits" if any("does not fit" in reason for reason in lost) else "can be run"

@@ -56,8 +56,9 @@ class EstimateFlags:
         for one GPU, and train_fsdp.py for several.
     tokens: Tokens of the training run; also prints its days, energy and cost.
     limit: Limits of one GPU: memory=GIB, or nic=GB/s of its network, one way.
-    trainer: Trainer that executes the step: ours, torchtitan, megatron, ... (configs/trainers.json).
-        Other trainers may have FP8 and LoRA in layouts where our scripts refuse them.
+    trainer: Trainer that executes the step: ours, torchtitan, megatron, ... (configs/trainers.json), and
+        what it does otherwise: recipe=NAME, weights=, moments=, zero=, hide=, offload=, ... Other trainers
+        may have FP8 and LoRA in layouts where our scripts refuse them.
     calibrate: Correct the estimate by the measurements in a run's result.json.
     plan: Find the fastest layout, recomputation, micro batch and FP8 setting, for one or several kinds
         of GPU, as in --gpu h100,mi300x.
@@ -70,10 +71,15 @@ class EstimateFlags:
     parallel: Literal["fsdp", "ddp", "pp"] | None = flag(None)
     tokens: float | None = flag(None, above=0, at_most=1e16)
     limit: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
-    trainer: str = flag("ours", metavar="NAME")
+    trainer: tuple[str, ...] = flag(("ours",), metavar="NAME KEY=VALUE ...")
     calibrate: str | None = flag(None, metavar="RESULT")
     plan: bool = flag(False)
     json: bool = flag(False)
+
+    @property
+    def trainer_words(self) -> str:
+        """The trainer as it is typed."""
+        return " ".join(self.trainer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +222,7 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     refuse_foreign(given_fields(words), script)
     device = device_of(gpu, args)
     has = {"memory_gib": device.memory_gib, "native_amp": device.native_amp}
-    plan = plan_by(args.trainer, args, script, args.gpus, device.platform, **has)
+    plan = plan_by(args.trainer_words, args, script, args.gpus, device.platform, **has)
     return make_estimate(plan, args, device)
 
 
@@ -333,7 +339,7 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     row = table.add_row
     row("parameters", f"{e.parameters / 1e9:,.3f} G")
     row("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G")
-    who = e.script if wanted.trainer == "ours" else wanted.trainer
+    who = e.script if wanted.trainer_words == "ours" else wanted.trainer_words
     row("on", f"{e.gpus} x {e.gpu}, {who}, {e.global_batch} samples a step")
     for name in ("parameters", "gradients", "optimizer", "activations"):
         row(f"memory: {name}", _gib(getattr(m, name)))

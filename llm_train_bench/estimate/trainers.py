@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import typing
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError
@@ -22,14 +23,51 @@ def _entries() -> dict[str, Any]:
     return json.loads(TRAINERS_FILE.read_text(encoding="utf-8"))["trainers"]
 
 
-def find_trainer(name: str) -> Trainer:
-    """The trainer of that name; UsageError with the known ones."""
+def find_trainer(words: str, fp8_recipe: str | None = None) -> Trainer:
+    """The trainer that words name, as in `megatron recipe=25.11 zero=2`; UsageError for what is unknown.
+
+    A recipe's choices come on top of the trainer's, those of a recipe of FP8 (`with`) on top of these,
+    and what the words say on top of all.
+    """
+    name, *more = words.split() or [""]
     if name not in _entries():
         raise UsageError(f"--trainer {name}: unknown; known are {', '.join(_entries())}")
-    if not (choices := _entries()[name]["choices"]):
+    entry, given = _entries()[name], {}
+    for word in more:
+        key, equals, value = word.partition("=")
+        if not equals or key not in {*_kinds(), "recipe"} - {"level"}:
+            known = ", ".join(sorted({*_kinds(), "recipe"} - {"level"}))
+            raise UsageError(f"--trainer {name} {word}: must be KEY=VALUE; keys are {known}")
+        given[key] = value
+    recipes = entry.get("recipes", {})
+    recipe = given.pop("recipe", None)
+    if recipe is not None and recipe not in recipes:
+        known = f"are {', '.join(recipes)}" if recipes else "none"
+        raise UsageError(f"--trainer {name} recipe={recipe}: unknown; its recipes {known}")
+    chosen = recipes.get(recipe, {}) if recipe else entry
+    choices = entry["choices"] | (chosen["choices"] if recipe else {})
+    choices |= chosen.get("with", {}).get(fp8_recipe, {}) if fp8_recipe else {}
+    choices |= {key: _value(name, key, value) for key, value in given.items()}
+    if not choices:
         return OUR_TRAINER
-    exchanges = tuple(choices.get("exchanges", ()))
-    return Trainer(**(choices | {"exchanges": exchanges}))
+    choices["hide"] = tuple(choices.get("hide", ()))
+    return Trainer(**choices, level=entry.get("level", 1.0))
+
+
+def _kinds() -> dict[str, Any]:
+    return typing.get_type_hints(Trainer)
+
+
+def _value(name: str, key: str, text: str) -> Any:
+    """The value of KEY=VALUE by the type of the trainer's field."""
+    kind = _kinds()[key]
+    values = {"hide": ("tp", "cp", "ep")}.get(key, (True, False) if kind is bool else kind.__args__)
+    by_text = {str(value).lower(): value for value in values}
+    parts = text.split(",") if key == "hide" else [text]
+    if wrong := [part for part in parts if part and part not in by_text]:
+        known = ", ".join(by_text)
+        raise UsageError(f"--trainer {name} {key}={text}: {wrong[0]} is none of {known}")
+    return tuple(filter(None, parts)) if key == "hide" else by_text[text]
 
 
 def executed_by(work: Work, trainer: Trainer, sac_policy: str) -> Work:
@@ -39,27 +77,31 @@ def executed_by(work: Work, trainer: Trainer, sac_policy: str) -> Work:
     recompute = dataclasses.replace(work.recompute, policy=policy)
     fused = "default" if trainer.modules else None  # its kernels do what a compiler's would
     compiled = work.compile_mode or fused
-    return dataclasses.replace(work, trainer=trainer, recompute=recompute, compile_mode=compiled)
+    offload = work.offload or trainer.offload == "activations"
+    return dataclasses.replace(
+        work, trainer=trainer, recompute=recompute, compile_mode=compiled, offload=offload
+    )
 
 
-def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) -> Plan:
-    """`make_plan(args, script, ...)` of the trainer of that name; UsageError for what it cannot do.
+def plan_by(words: str, args: Args, script: Script, *others: Any, **more: Any) -> Plan:
+    """`make_plan(args, script, ...)` of the trainer that words name; UsageError for what it cannot do.
 
     Other trainers have FP8 and LoRA in layouts where our scripts refuse them.
     """
-    trainer = find_trainer(name)
+    name, _, _ = words.partition(" ")
+    trainer = find_trainer(words, args.fp8_recipe if args.use_fp8 else None)
     if trainer is OUR_TRAINER:
         return make_plan(check(args, script), script, *others, **more)
     for what, given in {
         "--cpu-offload": args.cpu_offload,
         "--bf16-weights": args.bf16_weights,
-        "--fp8-all-gather": args.fp8_all_gather,
+        "--fp8-all-gather": args.fp8_all_gather and name != "torchtitan",
         "--fp8-emulate": args.fp8_emulate,
         "--amp off": args.amp == "off" and trainer.weights != "fp32",
     }.items():
         if given:
             raise UsageError(
-                f"{what} --trainer {name}: is known of our own scripts alone; leave it out"
+                f"{what} --trainer {name}: is known of our own scripts only; leave it out"
             )
     taken = [*dataclasses.fields(Fp8Flags), *dataclasses.fields(LoraFlags)]
     plain = dataclasses.replace(args, **{field.name: field.default for field in taken})
@@ -82,6 +124,7 @@ def plan_by(name: str, args: Args, script: Script, *others: Any, **more: Any) ->
             raise UsageError(
                 f"--fp8-recipe {recipe} is of {backend}, not --fp8-backend {args.fp8_backend}"
             )
-        work = dataclasses.replace(work, fp8=Fp8Work(backend, recipe))
+        gathers = args.fp8_all_gather and backend == "torchao" and recipe == "tensorwise"
+        work = dataclasses.replace(work, fp8=Fp8Work(backend, recipe, all_gather=gathers))
     work = dataclasses.replace(work, lora=resolve_lora(args, work))
     return dataclasses.replace(plan, work=work)

@@ -383,7 +383,7 @@ def token_time(work: Work, gpu: Hardware, pp_rank: int) -> dict[str, float]:
         for move in moves:
             near = max(1, gpu.per_node // move.apart)
             taken = collective_time(move.kind, move.size, move.ranks, near, gpu)
-            if move.of == "ep" and "rows once" in work.trainer.exchanges and move.ranks > 1:
+            if move.of == "ep" and work.trainer.rows_once and move.ranks > 1:
                 taken *= _rows_once(work, min(near, move.ranks))
             seconds["beside" if move.beside else move.of] += len(same) * move.calls * taken
     return seconds

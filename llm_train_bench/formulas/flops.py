@@ -212,23 +212,29 @@ def repeated_matrices(work: Work, layer: int) -> list[Weight]:
     return [weight for weight in config.matrices(layer) if weight.module not in skipped]
 
 
-def matmul_flops(work: Work) -> tuple[float, float]:
-    """FLOPs of rank 0's matmuls in a step, and how many of them are in a low format.
+def matmul_flops(work: Work) -> tuple[float, float, float]:
+    """FLOPs of rank 0's matmuls in a step, how many are in a low format, and bytes of inputs and outputs.
 
-    Attention is left out. Recomputed blocks and padded vocabulary rows count. Experts are taken to get
-    equal numbers of rows.
+    Attention is left out, and of bytes those of adapters. Recomputed blocks and padded vocabulary rows
+    count. Experts are taken to get equal numbers of rows. An input in a low format is read for its scale,
+    read and written to cast it, and read; where kernels before it write FP8, half of that.
     """
-    config, lora, total, low = work.config, work.lora, 0.0, 0.0
+    config, lora, total, low, moved = work.config, work.lora, 0.0, 0.0, 0.0
     passes = PASS_FORWARDS[work.pass_type] - bool(lora and work.trains)  # frozen: no gradients
     for layer in work.layers_of(0):
         repeated = repeated_matrices(work, layer)
         for weight in config.matrices(layer):
             rows = work.own_tokens if weight.split is None else work.gathered_tokens
             rows = work.expert_rows if weight.of_experts else rows
-            one = 2 * rows * math.prod(weight.shard(work.parallelism).sizes[-2:])
+            *experts, n, k = weight.shard(work.parallelism).sizes
+            one = 2 * rows * n * k
             times = passes + (weight in repeated)
             total += one * times
-            if work.fp8 and weight.module in work.fp8.layers:
+            in_low = bool(work.fp8 and weight.module in work.fp8.layers)
+            inputs = rows * k + math.prod(experts) * n * k
+            width = (3 if work.trainer.modules else 6) if in_low else work.matmul_bytes
+            moved += times * (width * inputs + work.matmul_bytes * rows * n)
+            if work.fp8 and in_low:
                 in_bf16 = passes == 3 and work.fp8.recipe == "rowwise_with_gw_hp"
                 low += one * (times - in_bf16)
     if work.parallelism.pp == 1:
@@ -236,6 +242,8 @@ def matmul_flops(work: Work) -> tuple[float, float]:
             -config.padded_vocab_size // work.parallelism.tp
         )  # rank 0 has one more, if any has
         total += 2 * passes * work.gathered_tokens * words * config.hidden_size
+        sides = work.gathered_tokens * (words + config.hidden_size) + words * config.hidden_size
+        moved += passes * work.matmul_bytes * sides
     if lora:
         again = {weight for layer in work.layers for weight in repeated_matrices(work, layer)}
         for adapter in lora.adapters:
@@ -243,4 +251,5 @@ def matmul_flops(work: Work) -> tuple[float, float]:
             times = PASS_FORWARDS[work.pass_type] + (adapter.frozen in again)
             total += 2 * work.own_tokens * numbers * times
         total -= 2 * work.own_tokens * work.trains * _before_adapters(work, lora, None)
-    return work.batch.grad_acc_steps * total, work.batch.grad_acc_steps * low
+    micro_steps = work.batch.grad_acc_steps
+    return micro_steps * total, micro_steps * low, micro_steps * moved

@@ -206,6 +206,7 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     copies = trainer.weights.startswith("master")
     zero1 = work.ddp is not None and work.ddp.zero1
     state = work.state_bytes + 4 * (work.state_bytes > 0 and copies)
+    state *= trainer.offload != "states"
     if lora:  # adapters, in fp32, are all that is learnt
         learnt = lora.numbers(sizes.layers) / work.parallelism.shards
         share = 1 / work.world if zero1 else 1

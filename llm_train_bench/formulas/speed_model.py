@@ -5,6 +5,7 @@
     memory       bytes that norms, activations, casts, loss and optimizer read and write, over bandwidth
     network      latency + bytes over bus bandwidth, a block's hides behind a block's computation
     host         kernels x the time to launch one; a step is no shorter than that
+    power        joules of operations and bytes over what the power limit leaves; likewise
 
 Fitted constants and device data are in configs/hardware.json; bytes and kernels counted from the
 code are here. benchmarks/estimate_vs_published.py compares the outcome with published figures.
@@ -28,6 +29,7 @@ from llm_train_bench.formulas.collectives import (
 from llm_train_bench.formulas.flops import (
     attended_keys,
     attention_width,
+    matmul_flops,
     muon_flops,
     recurrent_flops_per_token,
 )
@@ -72,7 +74,36 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
         "hidden communication": hidden if hidden > 1e-12 else 0.0,
         "slowest node": laid.seconds * (slowest - 1),
     }
-    return SpeedEstimate(laid.seconds * slowest, parts)
+    limited = power_bound(work, gpu, parts["memory-bound"] + parts["optimizer"])
+    step_s = laid.seconds * slowest
+    parts["power limit"] = max(0.0, limited - step_s)
+    return SpeedEstimate(max(step_s, limited), parts)
+
+
+def step_joules(work: Work, gpu: Hardware, memory_s: float) -> float:
+    """Energy of a step on a device, beyond that of waiting [J]; 0 where the device's constants are unknown.
+
+    Of operations and of bytes: those of `memory_s` seconds at memory's rate, and of matmuls. The backward
+    of attention computes its scores again.
+    """
+    c, config = gpu.constants, work.config
+    if work.amp == "off":
+        return 0.0
+    total, low, moved = matmul_flops(work)
+    widths = attention_width(config) / work.parallelism.tp
+    for layer in work.layers_of(0):
+        if config.layers[layer].attends:
+            keys = attended_keys(work.batch.lengths, config.layers[layer].window, causal=True)
+            again = layer in work.recompute.blocks and work.recompute.policy == "block"
+            passes = (3.5 if work.trains else 1) + again
+            total += work.batch.grad_acc_steps * work.gathered_tokens * widths * keys * passes
+    joules = c.tflop_joules * (total - low) + c.low_tflop_joules * low
+    return joules / 1e12 + c.gb_joules * (memory_s * gpu.memory_rate + moved) / 1e9
+
+
+def power_bound(work: Work, gpu: Hardware, memory_s: float) -> float:
+    """Seconds in which the device may use a step's energy under its power limit."""
+    return step_joules(work, gpu, memory_s) / max(1.0, gpu.tdp_w - gpu.constants.waiting_w)
 
 
 def least_time(work: Work, gpu: Hardware) -> float:
@@ -151,12 +182,12 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
     kernels = c.kernels_compiled if work.compiled else c.kernels_eager
     routing: float = c.kernels_routing
     if modules and config.experts:
-        routing = c.kernels_modules * ("graphs" not in work.trainer.layers)
+        routing = c.kernels_modules * (work.trainer.graphs == "none")
         routing += c.kernels_expert * config.experts.number / work.parallelism.ep
     each = c.launch_s
     if not c.serial_host and (modules or not work.compiled):
         each = c.launch_eager_s
-    if work.cuda_graphs:
+    if work.cuda_graphs or work.trainer.graphs == "full":
         kernels, routing = 3, 0
     passes = 1 if work.trains else 1 / 3
     blocks = (len(layers) + 2) * (kernels * passes + (20 if work.fsdp else 0))
@@ -195,7 +226,7 @@ def _moves(work: Work, time: "PartTime", moves: dict[str, float]) -> float:
     for name, seconds in moves.items():
         first = seconds / work.parallelism.tp if name == "tp" else 0.0
         rest = max(0.0, seconds - first - behind[name])
-        shown += first + rest if name in ("beside", *work.trainer.exchanges) else seconds
+        shown += first + rest if name in ("beside", *work.trainer.hide) else seconds
     return shown
 
 
@@ -223,7 +254,7 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
         for weight in config.matrices(same[0]):
             number = weight.shape[0] if weight.of_experts else 1
             flops += len(same) * number * muon_flops(weight)
-    rate = _bf16_tflops(gpu) * 1e12 * c.level * c.sustained
+    rate = _bf16_tflops(gpu) * 1e12 * c.level * work.trainer.level * c.sustained
     ranks = work.parallelism.shards if work.fsdp else 1
     size = 2 * muon_numbers(work, 0) if ranks > 1 else 0.0
     moving = 2 * collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
@@ -289,7 +320,7 @@ def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float
     n = sum(math.prod(part.shape) for part in parts)
     if not fsdp and work.casts_weights:
         moved += 6 * n  # autocast casts every weight in every forward pass
-    if parallel.shards > 1:
+    if parallel.shards > 1 or fsdp:  # FSDP copies on one rank too
         # What a gather brought is copied to where the block's weights lie: read and written.
         # What is not sharded by its first dimension is put in order besides, and its gradient too.
         once = parallel.pp > 1 or work.trainer.zero < 3
@@ -325,9 +356,8 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
         rate /= 2 if work.amp == "off" else 1  # TF32 has half the rate
     efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
-    seconds = max(
-        2 * m * n * k / (rate * 1e12 * c.level * c.sustained * efficiency), moved / gpu.memory_rate
-    )
+    rate *= 1e12 * c.level * work.trainer.level * c.sustained * efficiency
+    seconds = max(2 * m * n * k / rate, moved / gpu.memory_rate)
     if fp8 and work.trainer.modules:
         # Other kernels write inputs in 8 bits. Of the three matmuls, gradients are read once and written
         # in both orientations; weights are read for their scale, read and written, once a step.
@@ -369,6 +399,10 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
     return seconds, last
 
 
+# FlashAttention 1's rate over FlashAttention 2's (Dao 2023, arXiv 2307.08691, figures 4 to 6).
+FLASH1 = 0.55
+
+
 def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Seconds of a layer's attention, or of its states in fp32; forward and backward."""
     config, amp, c, tp = work.config, work.amp, gpu.constants, work.parallelism.tp
@@ -379,7 +413,9 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         each = recurrent_flops_per_token(config, work.batch.lengths, causal=False) / tp
         seconds = work.gathered_tokens * each / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
         return seconds, 2 * seconds
+    kernel = work.trainer.attention
     cudnn = c.cudnn_forward and amp != "off" and work.attention.causal in ("auto", "cudnn")
+    cudnn = cudnn and kernel == "auto"
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = spec.window
     keys = attended_keys(work.batch.lengths, window, causal=True)
@@ -388,7 +424,10 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         parts = c.cudnn_forward, c.cudnn_backward
     else:
         parts = c.attention_forward, c.attention_backward
-    rate = gpu.bf16_tflops * 1e12 * c.level * head * keys / (keys + c.half_keys)
+    rate = (
+        gpu.bf16_tflops * 1e12 * c.level * work.trainer.level * head * keys / (keys + c.half_keys)
+    )
+    rate *= FLASH1 if kernel == "flash1" else 1.0
     if amp == "off":  # kernels without tensor cores, unless TF32 is allowed
         rate /= gpu.bf16_tflops / (gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops)
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
@@ -425,7 +464,7 @@ def block_bytes(work: Work, layer: int) -> float:
     rows = work.expert_rows
     # Rows are put in order and back, sent and received likewise, weighed and added up.
     moves = 4 + 3 + (4 if work.parallelism.ep > 1 else 0)
-    gated = gated if e.gated else 2
-    elements += rows * (gated * e.size + moves * (e.latent or d))
-    elements += gated * e.shared_size / tp * work.gathered_tokens
+    activation = (gated if e.gated else 2) * (not work.trainer.fused_experts)
+    elements += rows * (activation * e.size + moves * (e.latent or d))
+    elements += (gated if e.gated else 2) * e.shared_size / tp * work.gathered_tokens
     return w * elements + work.own_tokens * e.number * 4 * 6  # scores, in fp32

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
@@ -171,12 +171,12 @@ def alike(work: "Work", layers: Iterable[int]) -> list[list[int]]:
 class Trainer:
     """How a trainer executes a step, for estimates; the default is ours (configs/trainers.json)."""
 
-    weights: str = "fp32"
+    weights: Literal["fp32", "bf16", "master", "master-bf16"] = "fp32"
     """`fp32`, computed with in bf16; `bf16`, and so are gradients; `master`: bf16, with gradients and
-    copies for the optimizer in fp32; `master, bf16 gradients`."""
-    moments: str = "fp32"
-    """Format of the optimizer's moments: `fp32`, `bf16` or `8bit`."""
-    zero: int = 3
+    copies for the optimizer in fp32; `master-bf16`: the same with gradients in bf16."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Format of the optimizer's moments."""
+    zero: Literal[0, 1, 2, 3] = 3
     """What the ranks of data parallelism share under FSDP and in a pipeline (ZeRO's stages).
 
     0: nothing; 1: the optimizer's state; 2: gradients too; 3: parameters too. Below 3, weights are
@@ -184,26 +184,38 @@ class Trainer:
     """
     prefetch: bool = True
     """Whether backward gathers a block's weights while the block before computes."""
-    exchanges: tuple[str, ...] = ()
-    """`tp`, `cp`, `ep`: those that run beside computation. `rows once`: a token that several experts of a
-    node want is sent there once."""
+    hide: tuple[str, ...] = ()
+    """`tp`, `cp`, `ep`: whose exchanges run beside computation."""
+    rows_once: bool = False
+    """Whether a token that several experts of a node want is sent there once (DeepEP, HybridEP)."""
     tp_shards: bool = False
     """Whether tp ranks keep shards of what they gather; ours do."""
-    layers: str = "ours"
+    layers: Literal["ours", "te"] = "ours"
     """`te`: modules that write what the next one reads in FP8, have experts and all linear layers in FP8,
-    cast weights once a step, and launch each kernel from Python; `te, graphs`: those of experts alone."""
-    recompute: str = "op"
+    cast weights once a step, and launch each kernel from Python."""
+    graphs: Literal["none", "part", "full"] = "none"
+    """CUDA graphs: of all but experts, or of a whole step."""
+    fused_experts: bool = False
+    """Whether experts' activations, and their casts, are part of the grouped matmuls' kernels."""
+    attention: Literal["auto", "flash", "flash1"] = "auto"
+    """FlashAttention 2, or 1, where the device would have a faster one."""
+    recompute: Literal["op", "every-other-matmul", "cheap"] = "op"
     """What `--sac-policy op` keeps: results of all matmuls (`op`), or `every-other-matmul`. With layers
     of `te` all but results of norms, activations and latent attention's last layers before attention
     (`cheap`).
     """
-    loss: str = "chunks"
+    loss: Literal["chunks", "whole", "fused"] = "chunks"
     """Whether the loss sees logits in `chunks`, a micro batch's `whole`, or these `fused`: in place."""
+    offload: Literal["none", "states", "activations"] = "none"
+    """What is in the host's memory: the optimizer's state, whose transfers are not counted, or all that
+    blocks keep for the backward."""
+    level: float = 1.0
+    """The rates of its kernels over those of others on the same device (benchmarks/fit_estimate.py)."""
 
     @property
     def modules(self) -> bool:
         """Whether layers are Transformer Engine's modules."""
-        return self.layers.startswith("te")
+        return self.layers == "te"
 
 
 OUR_TRAINER = Trainer()

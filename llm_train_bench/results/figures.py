@@ -233,7 +233,7 @@ def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:
 
     As formulas.flops.matmul_flops counts them. The seconds are None where the roof is not known.
     """
-    (flops, low), d = matmul_flops(work), result.device
+    (flops, low, _), d = matmul_flops(work), result.device
     low = 0.0 if result.fp8 is None or result.fp8.emulated else low
     if work.amp == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
         return flops, None

@@ -84,6 +84,7 @@ class Metrics(Strict):
     reduce_scatter_bytes: int | None = None
     all_reduce_bytes: int | None = None
     expert_rows_max_over_mean: float | None = None
+    ep_rank_rows_max_over_mean: float | None = None
     all_to_all_bytes: int | None = None
     send_bytes: int | None = None
     energy_j: float | None = None
@@ -149,7 +150,8 @@ peak memory: resident ? peak_rss_gib | {peak_rss_gib:.2f} GiB
 latest rank: before backward ? slowest_rank | {slowest_rank}, {rank_imbalance:+.1%} to the mean
 slowest device by itself: rank ? slowest_device | {slowest_device}, {device_imbalance:.1%} behind \
 the mean
-fullest expert: rows over the mean ? expert_rows_max_over_mean | {expert_rows_max_over_mean:.2f}
+rows over the mean: fullest expert / ep rank ? expert_rows_max_over_mean | \
+{expert_rows_max_over_mean:.2f} / {ep_rank_rows_max_over_mean:.2f}
 energy ? average_power_w | {average_power_w:.0f} W, {tokens_per_joule:.2f} tokens/J
 loss: first, last | {first_loss:.4f}, {final_loss:.4f}
 checkpoint ? checkpoint_write_s | {checkpoint_bytes:,} B in {checkpoint_write_s:.3f} s

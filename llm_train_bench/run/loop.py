@@ -20,7 +20,7 @@ from llm_train_bench.apply.sharded import reshard, sharded_modules
 from llm_train_bench.base.errors import Preempted
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import MemoryReport
-from llm_train_bench.model.experts import fullest_expert, mixtures, update_corrections
+from llm_train_bench.model.experts import imbalance_since, mixtures, rows_so_far, update_corrections
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.parallel.ranks import average_over_ranks, gather
 from llm_train_bench.results.result_files import seconds_alive
@@ -63,6 +63,7 @@ def measure(
     watchers = [memory, *captures]
     eval_every, m = run.plan.args.eval_every, run.result.metrics
     m.val_loss_before = evaluate()
+    rows: list[Any] = []
     # Forward passes name their block themselves.
     listening = run.stop_request.listening() if saver else contextlib.nullcontext()
     with listening, uncollected(), compile_errors_named("the backward of a block"):
@@ -75,6 +76,7 @@ def measure(
                 run.log.drain()
                 gc.collect()
                 run.end_steps()  # warming the device up may take long
+                rows = rows_so_far(model)
                 run.begin_window()
             for watcher in watchers:
                 watcher.before(step)
@@ -96,6 +98,7 @@ def measure(
                 run.log.start()
             if step == schedule.window_end - 1 and step >= schedule.window_begin:
                 run.close_window()
+                fill_imbalance(run, imbalance_since(rows, model))
                 run.log.start()
             for watcher in captures:
                 watcher.write(step)
@@ -105,9 +108,18 @@ def measure(
     m.val_loss = evaluate()
     if m.val_loss is not None and m.val_loss < 700:  # beyond, e to its power is no number
         m.val_perplexity = math.exp(m.val_loss)
-    if work.config.experts:
-        fullest = gather(run.ranks, fullest_expert(model))
-        m.expert_rows_max_over_mean = max((n for n in fullest if n is not None), default=None)
+
+
+def fill_imbalance(run: Run, mine: tuple[float, float] | None) -> None:
+    """Record how unequal the rows of experts were over the window; all ranks call it."""
+    known = (
+        [each for each in gather(run.ranks, mine) if each] if run.plan.work.config.experts else []
+    )
+    if known:
+        m = run.result.metrics
+        m.expert_rows_max_over_mean, m.ep_rank_rows_max_over_mean = map(
+            max, zip(*known, strict=True)
+        )
 
 
 def save_and_stop(run: Run, saver: "Saver", step: int) -> None:

@@ -1,0 +1,76 @@
+"""How the speed per device of one setting changes with the number of devices. Needs no torch."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole
+from llm_train_bench.compare.ratios import Compared
+from llm_train_bench.compare.records import Record
+from llm_train_bench.compare.setting import changed_settings, ratio_interval, setting_name
+from llm_train_bench.settings.flags import Script
+
+# What follows from the number of devices.
+FOLLOWS = ("script", "global_batch")
+
+
+def scaling(rows: Sequence[Compared]) -> list[dict[str, Any]]:
+    """A line for each number of devices of the settings that ran on several, the fewest first.
+
+    `efficiency` is the tokens/s per device over that on the fewest devices, with a 95 % interval over
+    runs. Runs of train.py are the first line of every script's.
+    """
+    usable = [r for row in rows if not (r := row.record).invalid and r.rates and r.arguments]
+    lines = []
+    for (_, key), members in grouped(usable, lambda r: (r.suite, _alike(r))).items():
+        one = [r for r in members if r.arguments["script"] == Script.ONE]
+        scripts = grouped([r for r in members if r not in one], lambda r: r.arguments["script"])
+        for script, several in scripts.items():
+            found = {r.n_gpus: r for r in [*several, *one]}  # one device: by train.py, if it ran
+            if len(found) == 1:
+                continue
+            base = found[min(found)]
+            words = ", ".join(filter(None, (script, setting_name(json.loads(key)[-1], {}))))
+            for n in sorted(found):
+                rates = found[n].rates
+                low, high = ratio_interval(rates, base.rates) or (None, None)
+                line = {
+                    "setting": words,
+                    "devices": n,
+                    "tokens_per_sec_per_device": statistics.fmean(rates),
+                }
+                line |= {"efficiency": statistics.fmean(rates) / statistics.fmean(base.rates)}
+                alone = n == base.n_gpus
+                line |= {"low": None if alone else low, "high": None if alone else high}
+                line |= {"fewest": base.n_gpus}
+                lines.append(line)
+    return lines
+
+
+def _alike(r: Record) -> str:
+    """Equal for runs that differ in the number of devices only: model, device, conditions, settings."""
+    settings = {k: v for k, v in changed_settings(r).items() if k not in FOLLOWS}
+    if "global_bsz" in settings:
+        settings.pop("grad_acc_steps", None)
+    model = r.result.model.hash if r.result else r.model
+    return json.dumps(
+        [model, r.hardware, r.seq_len, r.conditions, settings], sort_keys=True, default=str
+    )
+
+
+def relative(line: dict[str, Any]) -> str:
+    """A line's efficiency, with its interval where there is one."""
+    interval = "" if line["low"] is None else f" [{line['low']:.3f}, {line['high']:.3f}]"
+    return f"{line['efficiency']:.3f}{interval}"
+
+
+def show_scaling(lines: Sequence[dict[str, Any]]) -> None:
+    """Print the table, if any setting ran on several numbers of devices."""
+    if not lines:
+        return
+    table = markdown_table("scaling", "devices", "tokens/s per device", "relative [95 %]")
+    for line in lines:
+        rate = number(line["tokens_per_sec_per_device"], ",.0f")
+        table.add_row(line["setting"], str(line["devices"]), rate, relative(line))
+    show_whole(table)
