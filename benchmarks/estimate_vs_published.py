@@ -72,9 +72,13 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     that layout, where the formulas know it. `clock` is the part's matmul rate against the listed one.
     """
     gpu, script, model = find_hardware(row["gpu"]), Script(row["script"]), row["config"]
-    config = None if isinstance(model, str) else parse_config(model, row.get("model", "model"))
-    name = str(ROOT / model) if config is None else "configs/gpt2-tiny.json"
-    argv = [name, "--bsz", str(row["bsz"]), *shlex.split(row["flags"])]
+    name = row.get("model", model if isinstance(model, str) else "model")
+    if isinstance(model, str):
+        model = json.loads((ROOT / model).read_text(encoding="utf-8"))
+    positions = "n_positions" if "n_positions" in model else "max_position_embeddings"
+    model = model | {positions: max(model.get(positions, 0), row["seq_len"])}
+    config = parse_config(model, name)
+    argv = ["configs/gpt2-tiny.json", "--bsz", str(row["bsz"]), *shlex.split(row["flags"])]
     args = parse_dataclass(Args, [*argv, "--seq-len", str(row["seq_len"])], script)
     fp8 = {"use_fp8": True, "fp8_recipe": row["fp8"]} if "fp8" in row else {}
     args = dataclasses.replace(args, **fp8, **row.get("lora", {}))

@@ -385,6 +385,7 @@ def token_time(work: Work, gpu: Hardware, pp_rank: int) -> dict[str, float]:
             taken = collective_time(move.kind, move.size, move.ranks, near, gpu)
             if move.of == "ep" and work.trainer.rows_once and move.ranks > 1:
                 taken *= _rows_once(work, min(near, move.ranks))
+            taken *= work.imbalance if move.of == "ep" else 1.0
             seconds["beside" if move.beside else move.of] += len(same) * move.calls * taken
     return seconds
 

@@ -389,8 +389,8 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
             one = matmul_time(work, tokens, n, k, converted, gpu)
             seconds, last = seconds + one, one if weight.module == "mlp.down" else last
             continue
-        # Each rank gets as many rows as it sends; an expert's last tile is filled up.
-        rows = work.expert_rows
+        # Each rank gets as many rows as it sends, in the mean; an expert's last tile is filled up.
+        rows = work.expert_rows * work.imbalance
         number, n, k = weight.shard(work.parallelism).sizes
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
         whole = matmul_time(work, rows * filled, n, k, converted, gpu)
@@ -461,7 +461,7 @@ def block_bytes(work: Work, layer: int) -> float:
     if e is None:
         elements += (gated * f if config.gated_mlp else 2 * f) * work.gathered_tokens
         return w * elements
-    rows = work.expert_rows
+    rows = work.expert_rows * work.imbalance
     # Rows are put in order and back, sent and received likewise, weighed and added up.
     moves = 4 + 3 + (4 if work.parallelism.ep > 1 else 0)
     activation = (gated if e.gated else 2) * (not work.trainer.fused_experts)

@@ -17,6 +17,10 @@ from llm_train_bench.model.weights import Lora
 
 # The parts of a step, in their order.
 STEP_PARTS = ("data", "forward", "backward", "idle", "optimizer")
+# Rows of the fullest of 64 ep ranks over the mean under a learned router, the mean of all layers, in the
+# first 20 steps after 30 of warm-up (https://github.com/marin-community/marin/issues/7668; 1.21 after 18
+# more steps). Random choices, which others call forced balance, had 1.01.
+LEARNED_IMBALANCE = 1.34
 # A backward costs two forwards.
 PASS_FORWARDS = {"forward": 1, "forward-backward": 3, "step": 3}
 
@@ -204,6 +208,8 @@ class Trainer:
     of `te` all but results of norms, activations and latent attention's last layers before attention
     (`cheap`).
     """
+    ends_are_layers: bool = False
+    """Whether embedding and loss take the place of a layer in the first and last stage of a pipeline."""
     loss: Literal["chunks", "whole", "fused"] = "chunks"
     """Whether the loss sees logits in `chunks`, a micro batch's `whole`, or these `fused`: in place."""
     offload: Literal["none", "states", "activations"] = "none"
@@ -237,6 +243,8 @@ class Work:
     optimizer: str
     balanced: bool
     """Whether experts are dealt out in turn in place of chosen."""
+    rows_over_mean: float | None = None
+    """Rows of the fullest ep rank over the mean; None where that is not known."""
     chunk_elements: int = CHUNK_ELEMENTS
     """The most logits that the loss makes at a time (model/chunks.py)."""
     attention: AttentionKernel = USUAL_OPTIONS.attention
@@ -377,6 +385,13 @@ class Work:
     def expert_rows(self) -> int:
         """Rows that a rank's experts compute of a micro batch in the mean."""
         return self.own_tokens * present(self.config.experts).per_token
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the fullest ep rank over the mean, for which all wait."""
+        if self.parallelism.ep == 1 or self.balanced:
+            return 1.0
+        return self.rows_over_mean or LEARNED_IMBALANCE
 
     @property
     def gathered_tokens(self) -> int:
