@@ -69,7 +69,7 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     """A row's step and device.
 
     A `config` is a path or a config.json's content. `fp8` is a recipe that our own scripts refuse in
-    that layout, where the formulas know it. `clock` is the part's matmul rate against the listed one.
+    that layout, where the formulas know it. `power_w` is the limit of the GPU's power.
     """
     gpu, script, model = find_hardware(row["gpu"]), Script(row["script"]), row["config"]
     name = row.get("model", model if isinstance(model, str) else "model")
@@ -82,13 +82,11 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     args = parse_dataclass(Args, [*argv, "--seq-len", str(row["seq_len"])], script)
     fp8 = {"use_fp8": True, "fp8_recipe": row["fp8"]} if "fp8" in row else {}
     args = dataclasses.replace(args, **fp8, **row.get("lora", {}))
-    gpu = dataclasses.replace(gpu, memory_gib=row.get("memory_gib", gpu.memory_gib))
+    limits = {"memory_gib": row.get("memory_gib"), "tdp_w": row.get("power_w")}
+    gpu = dataclasses.replace(gpu, **{name: limit for name, limit in limits.items() if limit})
     memory, trainer = gpu.memory_gib, trainer_of(row)
     work = plan_by(trainer, args, script, row["gpus"], gpu.platform, config, memory).work
-    kinds, clock = ("bf16", "fp8", "measured_bf16", "measured_fp8"), row.get("clock", 1.0)
-    rates = {f"{kind}_tflops": getattr(gpu, f"{kind}_tflops") for kind in kinds}
-    slower = {name: rate and rate * clock for name, rate in rates.items()}
-    return work, dataclasses.replace(gpu, **slower)
+    return work, gpu
 
 
 def predicted(row: dict, work: Work, gpu: Hardware) -> float:

@@ -276,8 +276,8 @@ def family_of(name: str) -> str:
 class Constants:
     """Constants for all devices; configs/hardware.json has the values (`speed_model`).
 
-    benchmarks/fit_estimate.py computes bandwidth, kernels_modules, kernels_expert and each device's level
-    from published rows. The others are measured, from papers, or assumed. A device's `fitted` override
+    benchmarks/fit_estimate.py computes bandwidth, kernels_fused, kernels_modules, kernels_expert and each
+    device's level from published rows. The others are measured, from papers, or assumed. A device's `fitted` override
     them.
     """
 
@@ -312,8 +312,9 @@ class Constants:
     kernels_eager: int
     kernels_compiled: int
     # Those of a block's routing and experts besides: ours; and those of Transformer Engine's modules,
-    # for all and for each expert of a rank.
+    # for all (with fused routing, or without), and for each expert of a rank.
     kernels_routing: int
+    kernels_fused: float
     kernels_modules: float
     kernels_expert: float
     # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).

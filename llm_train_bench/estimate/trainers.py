@@ -72,7 +72,7 @@ def _value(name: str, key: str, text: str) -> Any:
 
 def executed_by(work: Work, trainer: Trainer, sac_policy: str) -> Work:
     """The same step as the trainer executes it, with its own kind of `--sac-policy op`."""
-    own = "cheap" if trainer.modules else trainer.recompute
+    own = "cheap" if trainer.modules and trainer.recompute == "op" else trainer.recompute
     policy = own if sac_policy == "op" else sac_policy
     recompute = dataclasses.replace(work.recompute, policy=policy)
     fused = "default" if trainer.modules else None  # its kernels do what a compiler's would

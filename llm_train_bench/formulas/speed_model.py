@@ -182,7 +182,8 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
     kernels = c.kernels_compiled if work.compiled else c.kernels_eager
     routing: float = c.kernels_routing
     if modules and config.experts:
-        routing = c.kernels_modules * (work.trainer.graphs == "none")
+        routing = c.kernels_fused if work.trainer.fused_routing else c.kernels_modules
+        routing *= work.trainer.graphs == "none"
         routing += c.kernels_expert * config.experts.number / work.parallelism.ep
     each = c.launch_s
     if not c.serial_host and (modules or not work.compiled):
@@ -283,13 +284,13 @@ class PartTime(NamedTuple):
 def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTime]:
     """Forward and backward of a block for one micro batch, with what the backward recomputes."""
     again, policy = layer in work.recompute.blocks, work.recompute.policy
-    block, last = _block_matmuls(work, layer, gpu)
+    block, mlp, last = _block_matmuls(work, layer, gpu)
     forward, backward = _attention(work, layer, gpu)
     moved = block_bytes(work, layer) / gpu.memory_rate
     if not work.trains:
         return PartTime(block, forward, moved), PartTime(0.0, 0.0, 0.0)
     # Recomputing stops before the last matmul, whose output no gradient needs.
-    part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0, "cheap": 0.0}[policy]
+    repeated = {"block": block - last, "every-other-matmul": (block - last) / 2, "mlp": mlp - last}
     own = [weight for weight in work.lora.weights if weight.layer == layer] if work.lora else ()
     adapters = sum(
         matmul_time(work, work.gathered_tokens, rows, width, False, gpu)
@@ -297,7 +298,7 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
     )
     gradients = 1 if work.lora else 2  # of inputs, and of weights
     return PartTime(block + adapters, forward, moved), PartTime(
-        gradients * block + 2 * adapters + (block - last) * part,
+        gradients * block + 2 * adapters + again * repeated.get(policy, 0.0),
         backward + forward * (again and policy == "block"),
         moved * (PASS_FORWARDS[work.pass_type] - 1 + again),
     )
@@ -375,11 +376,11 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
 GROUPED_ROWS = 128
 
 
-def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
-    """Forward seconds of a block's matmuls, and of its MLP's last; a backward one takes as long again."""
+def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float, float]:
+    """Forward seconds of a block's matmuls, of its MLP's, and of its MLP's last; backward ones take twice."""
     low = work.fp8.layers if work.fp8 else ()
     every = bool(work.fp8) and work.trainer.modules
-    seconds = last = 0.0
+    seconds = mlp = last = 0.0
     for weight in work.config.matrices(layer):
         converted = weight.module in low or (every and not weight.stays_exact)
         if not weight.of_experts:
@@ -388,6 +389,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
             tokens = work.own_tokens if weight.split is None else work.gathered_tokens
             one = matmul_time(work, tokens, n, k, converted, gpu)
             seconds, last = seconds + one, one if weight.module == "mlp.down" else last
+            mlp += one if weight.module.startswith("mlp.") else 0.0
             continue
         # Each rank gets as many rows as it sends, in the mean; an expert's last tile is filled up.
         rows = work.expert_rows * work.imbalance
@@ -395,8 +397,8 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
         whole = matmul_time(work, rows * filled, n, k, converted, gpu)
         weights = number * n * k * (1 if converted else work.matmul_bytes) / gpu.memory_rate
-        seconds += max(whole, weights)
-    return seconds, last
+        seconds, mlp = seconds + max(whole, weights), mlp + max(whole, weights)
+    return seconds, mlp, last
 
 
 # FlashAttention 1's rate over FlashAttention 2's (Dao 2023, arXiv 2307.08691, figures 4 to 6).
@@ -424,10 +426,8 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         parts = c.cudnn_forward, c.cudnn_backward
     else:
         parts = c.attention_forward, c.attention_backward
-    rate = (
-        gpu.bf16_tflops * 1e12 * c.level * work.trainer.level * head * keys / (keys + c.half_keys)
-    )
-    rate *= FLASH1 if kernel == "flash1" else 1.0
+    rate = gpu.bf16_tflops * 1e12 * c.level * work.trainer.level * c.sustained
+    rate *= head * keys / (keys + c.half_keys) * (FLASH1 if kernel == "flash1" else 1.0)
     if amp == "off":  # kernels without tensor cores, unless TF32 is allowed
         rate /= gpu.bf16_tflops / (gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops)
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
@@ -440,7 +440,9 @@ def block_bytes(work: Work, layer: int) -> float:
     d, f = config.hidden_size, config.intermediate_size / tp
     a, kv = config.query_size / tp, work.kv_size
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
-    norms = spec.norms * (4 * d if work.compiled else 2 * d + 3 * d)
+    # Plain: to fp32, square, mean, scale, back, weigh: 34 bytes of a number in bf16.
+    eager = 3 + (2 if work.trainer.norms == "fused" else 17)
+    norms = spec.norms * (4 if work.compiled else eager) * d
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
     gated = 3 if work.compiled else 5
     heads = 0 if spec.rope is None else rope * (a + kv)

@@ -199,14 +199,18 @@ class Trainer:
     cast weights once a step, and launch each kernel from Python."""
     graphs: Literal["none", "part", "full"] = "none"
     """CUDA graphs: of all but experts, or of a whole step."""
+    fused_routing: bool = False
+    """Whether a router's choice, and putting rows in order, are a kernel each."""
     fused_experts: bool = False
     """Whether experts' activations, and their casts, are part of the grouped matmuls' kernels."""
+    norms: Literal["fused", "plain"] = "fused"
+    """Whether eager norms are one kernel, or one for each operation, in fp32."""
     attention: Literal["auto", "flash", "flash1"] = "auto"
     """FlashAttention 2, or 1, where the device would have a faster one."""
-    recompute: Literal["op", "every-other-matmul", "cheap"] = "op"
-    """What `--sac-policy op` keeps: results of all matmuls (`op`), or `every-other-matmul`. With layers
-    of `te` all but results of norms, activations and latent attention's last layers before attention
-    (`cheap`).
+    recompute: Literal["op", "every-other-matmul", "cheap", "mlp"] = "op"
+    """What `--sac-policy op` keeps: results of all matmuls (`op`), or `every-other-matmul`; all but an
+    MLP's, or experts', inputs and results (`mlp`). With layers of `te` it is all but results of norms,
+    activations and latent attention's last layers before attention (`cheap`).
     """
     ends_are_layers: bool = False
     """Whether embedding and loss take the place of a layer in the first and last stage of a pipeline."""
