@@ -324,8 +324,10 @@ class Constants:
     # The same of an all-reduce's tree: its depth grows with the logarithm of the nodes.
     tree_gpu_s: float
     tree_node_s: float
-    # Part of the network cards' rate that a ring over all of them reaches.
+    # Part of the network cards' rate that a ring over all of them reaches, or libraries for experts'
+    # rows; and NCCL's all-to-all.
     network: float
+    all_to_all: float
     # Computation slows down beside communication: it loses multiprocessors and bandwidth.
     beside_communication: float
     # Energy [J] of 10^12 operations in bf16, in FP8, of 10^9 bytes of memory; 0 where it was never

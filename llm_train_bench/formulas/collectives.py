@@ -332,7 +332,7 @@ def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hard
         return 0.0
     c, inside, nodes = gpu.constants, min(ranks, per_node), math.ceil(ranks / per_node)
     if kind == "all_to_all":
-        away = size * (ranks - inside) / ranks / (c.network * gpu.nic_gb_per_s * 1e9)
+        away = size * (ranks - inside) / ranks / (c.all_to_all * gpu.nic_gb_per_s * 1e9)
         near = size * (inside - 1) / ranks / (gpu.ring_gb_per_s * 1e9)
         return c.latency_s + (nodes > 1) * c.latency_node_s + max(away, near)
     bus = gpu.ring_gb_per_s
@@ -384,7 +384,12 @@ def token_time(work: Work, gpu: Hardware, pp_rank: int) -> dict[str, float]:
             near = max(1, gpu.per_node // move.apart)
             taken = collective_time(move.kind, move.size, move.ranks, near, gpu)
             if move.of == "ep" and work.trainer.rows_once and move.ranks > 1:
-                taken *= _rows_once(work, min(near, move.ranks))
+                better = (
+                    gpu.constants.all_to_all / gpu.constants.network if near < move.ranks else 1
+                )
+                taken *= _rows_once(work, min(near, move.ranks)) * better
+            if move.of == "tp" and work.trainer.tp_copies:  # read and written
+                taken += 2 * move.size / gpu.memory_rate
             taken *= work.imbalance if move.of == "ep" else 1.0
             seconds["beside" if move.beside else move.of] += len(same) * move.calls * taken
     return seconds

@@ -184,7 +184,9 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
     if modules and config.experts:
         routing = c.kernels_fused if work.trainer.fused_routing else c.kernels_modules
         routing *= work.trainer.graphs == "none"
-        routing += c.kernels_expert * config.experts.number / work.parallelism.ep
+        # A loop in C++ launches those of experts.
+        of_experts = c.kernels_expert * config.experts.number / work.parallelism.ep
+        routing += of_experts * c.launch_s / c.launch_eager_s
     each = c.launch_s
     if not c.serial_host and (modules or not work.compiled):
         each = c.launch_eager_s
@@ -426,7 +428,7 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         parts = c.cudnn_forward, c.cudnn_backward
     else:
         parts = c.attention_forward, c.attention_backward
-    rate = gpu.bf16_tflops * 1e12 * c.level * work.trainer.level * c.sustained
+    rate = gpu.bf16_tflops * 1e12 * c.level * work.trainer.level
     rate *= head * keys / (keys + c.half_keys) * (FLASH1 if kernel == "flash1" else 1.0)
     if amp == "off":  # kernels without tensor cores, unless TF32 is allowed
         rate /= gpu.bf16_tflops / (gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops)

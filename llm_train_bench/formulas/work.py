@@ -192,6 +192,8 @@ class Trainer:
     """`tp`, `cp`, `ep`: whose exchanges run beside computation."""
     rows_once: bool = False
     """Whether a token that several experts of a node want is sent there once (DeepEP, HybridEP)."""
+    tp_copies: bool = False
+    """Whether what tp ranks gather along the sequence is put in order by copies (DTensor)."""
     tp_shards: bool = False
     """Whether tp ranks keep shards of what they gather; ours do."""
     layers: Literal["ours", "te"] = "ours"
