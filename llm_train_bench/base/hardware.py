@@ -41,6 +41,8 @@ class Hardware:
     """GPUs that share fast links: of a machine, or of an NVLink domain."""
     ring_gb_per_s: float = 20.0
     nic_gb_per_s: float = 12.5
+    peer_gb_per_s: float | None = None
+    """One way, of a pair of GPUs whose links to others are no use to it; None: `ring_gb_per_s`."""
     host_gb_per_s: float = 32.0
     """Of the link to the host, one way: PCIe 3, 4 and 5 with 16 lanes have 16, 32 and 64."""
     measured_bf16_tflops: float | None = None
@@ -113,7 +115,7 @@ def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
     """An entry of a file, checked."""
     hints, fields = typing.get_type_hints(Hardware), dataclasses.fields(Hardware)
     optional = {f.name for f in fields if f.default is not f.default_factory}
-    needed = hints.keys() - (optional if path != HARDWARE_FILE else set())
+    needed = hints.keys() - (optional if path != HARDWARE_FILE else {"peer_gb_per_s"})
     if wrong := sorted((needed - entry.keys()) | (entry.keys() - hints.keys())):
         what = f"lacks {wrong[0]}" if wrong[0] in needed else f"has {wrong[0]}, which no entry has"
         raise UsageError(f"{path}: the entry {entry.get('name', '?')} {what}")

@@ -16,8 +16,17 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from llm_train_bench.base.children import private_directory
 from llm_train_bench.base.errors import NotJoined, UsageError, one_line
+from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole
 from llm_train_bench.check.collective_rates import MIB, collective_rates
+from llm_train_bench.check.fabric import (
+    cause_of_tcp,
+    judged_link,
+    listening,
+    nominal_of,
+    summary,
+    transports_of,
+)
 from llm_train_bench.check.machine_check import failures_of
 from llm_train_bench.measure.device import device_name, pick_device, synchronize
 from llm_train_bench.measure.matmul_rate import device_tflops
@@ -28,7 +37,9 @@ NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "OMPI_COMM_WORLD_NODE_RANK", "NODE
 # A node or link below this part of the others' rate fails. Each is measured several times, and the best
 # counts: what disturbs one for a moment is no slow node.
 SLOW, SLOW_LINK = 0.8, 0.6
-PROBES, EXCHANGED_MIB, EXCHANGES = 3, 16, 7
+PROBES, EXCHANGES = 3, 7
+# A smaller exchange would say how long a launch takes: NVLink needs a gibibyte.
+EXCHANGED_MIB = {"cpu": 16, "cuda": 1024}
 # Up to so many nodes are measured one after the other, and pairs one at a time.
 FEW_NODES, MOST_ROUNDS = 16, 31
 SIZES_MIB = (1, 64)
@@ -46,15 +57,25 @@ class Unit:
     """Of its slowest device by itself."""
     gb_per_s: float | None = None
     """Of its fastest link to another."""
+    host: str = ""
+    """The name of a node among several."""
     failed: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class Link:
-    """A pair of units, by their places in the survey, and its rate."""
+    """A pair of units, by their places in the survey, and its rate.
+
+    `nominal_gb_per_s`: that of its cards or its NVLink together, None where unknown. `verdict` is by that;
+    `slow`: beside the other links.
+    """
 
     units: tuple[int, int]
     gb_per_s: float
+    transport: str = ""
+    nominal_gb_per_s: float | None = None
+    verdict: str = "not judged"
+    why: str = ""
     slow: bool = False
 
 
@@ -66,11 +87,17 @@ class Survey:
     units: list[Unit]
     links: list[Link]
     collectives: list[dict[str, Any]]
+    cause: str = ""
+    """Why the links are TCP sockets."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON data; `passed`: no node and no link is slow."""
-        slow = any(link.slow for link in self.links) or any(unit.failed for unit in self.units)
-        return dataclasses.asdict(self) | {"passed": not slow}
+        """Plain JSON data, with a `verdict` on all: `pass`, `fail`, or `not judged`."""
+        slow = any(x.slow or x.verdict == "fail" for x in self.links)
+        slow |= any(unit.failed for unit in self.units)
+        sure = all(link.verdict == "pass" for link in self.links)
+        verdict = "fail" if slow else "pass" if sure else "not judged"
+        exclude = ",".join(unit.host for unit in self.units if unit.failed and unit.host)
+        return dataclasses.asdict(self) | {"verdict": verdict, "exclude": exclude}
 
 
 def find_units(ranks: Ranks) -> list[Unit]:
@@ -81,7 +108,9 @@ def find_units(ranks: Ranks) -> list[Unit]:
     nodes = grouped(range(ranks.world), lambda rank: told[rank][0])
     if len(nodes) == 1:
         return [Unit(f"rank {rank}", [rank]) for rank in range(ranks.world)]
-    return [Unit(f"node {i} ({told[m[0]][1]})", m) for i, m in enumerate(nodes.values())]
+    hosts = [told[members[0]][1] for members in nodes.values()]
+    parts = enumerate(zip(hosts, nodes.values(), strict=True))
+    return [Unit(f"node {i} ({host})", members, host=host) for i, (host, members) in parts]
 
 
 def rounds_of(n: int) -> Iterator[list[tuple[int, int]]]:
@@ -100,7 +129,8 @@ def rounds_of(n: int) -> Iterator[list[tuple[int, int]]]:
 
 def exchange_rate(peer: int, device: torch.device) -> float:
     """GB/s in each direction between this rank and another, which calls this too; both at once."""
-    own = torch.randn(EXCHANGED_MIB * MIB // 4, device=device)
+    size = EXCHANGED_MIB[device.type] * MIB
+    own = torch.randn(size // 4, device=device)
     other = torch.empty_like(own)
     times = []
     for _ in range(EXCHANGES + 1):
@@ -110,11 +140,14 @@ def exchange_rate(peer: int, device: torch.device) -> float:
             work.wait()
         synchronize(device)
         times.append(time.perf_counter() - start)
-    return EXCHANGED_MIB * MIB / min(times[1:]) / 1e9
+    return size / min(times[1:]) / 1e9
 
 
-def survey(device: torch.device, ranks: Ranks) -> Survey:
-    """Measure and judge; all ranks of a process group call it, and all have the answer."""
+def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
+    """Measure and judge; all ranks of a process group call it, and all have the answer.
+
+    `log`: where NCCL tells this rank's connections.
+    """
     units = find_units(ranks)
     mine = next(i for i, unit in enumerate(units) if ranks.rank in unit.ranks)
     rate = 0.0
@@ -140,12 +173,21 @@ def survey(device: torch.device, ranks: Ranks) -> Survey:
             links.append(Link(one, sum(rate for which, rate in told if which == one) / 2))
     together = collective_rates(device, SIZES_MIB, 3)
     result = Survey(device_name(device), units, links, together)
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    known = gather(ranks, (transports_of(text, ranks.rank), cause_of_tcp(text)))
+    result.cause = known[0][1]
+    for link in links:
+        pairs = list(zip(*(units[i].ranks for i in link.units), strict=False))
+        kinds = [kind for a, b in pairs if (kind := known[a][0].get(b) or known[b][0].get(a))]
+        link.transport = "gloo" if device.type == "cpu" else summary(kinds)
+        nominal = nominal_of(link.transport, device_called(result.device))
+        link.nominal_gb_per_s = nominal and nominal * len(pairs)
     judge_survey(result)
     return result
 
 
 def judge_survey(s: Survey) -> None:
-    """Mark slow nodes and links, in place, each against the others; alone nothing is slow.
+    """Mark slow nodes and links, in place, against the others and against the rates that they should have.
 
     A link is slow by its rate. It is the node's fault if all links of the node are slow.
     """
@@ -166,10 +208,12 @@ def judge_survey(s: Survey) -> None:
     for link in s.links:
         of_node = any("sends" in text for i in link.units for text in s.units[i].failed)
         link.slow = link.gb_per_s < SLOW_LINK * fine and not of_node
+        rates = link.gb_per_s, link.nominal_gb_per_s
+        link.verdict, link.why = judged_link(link.transport, *rates)
 
 
 def survey_job(nproc: int | None, as_json: bool) -> int:
-    """Join the launcher's ranks, or start `nproc`; rank 0 prints. 0, or 1 if a node or link is slow."""
+    """Join the launcher's ranks, or start `nproc`; rank 0 prints. 0, 1 if something is slow, 5 if unsure."""
     ranks = find_ranks(os.environ)
     if ranks is None:
         n = nproc or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
@@ -190,7 +234,7 @@ def survey_job(nproc: int | None, as_json: bool) -> int:
         print(json.dumps(told, indent=1))
     else:
         show_survey(told)
-    return 0 if told["passed"] else 1
+    return {"pass": 0, "fail": 1}.get(told["verdict"], 5)
 
 
 def survey_here(n: int) -> dict[str, Any]:
@@ -217,9 +261,10 @@ def survey_by(ranks: Ranks) -> dict[str, Any]:
     device = pick_device("auto", ranks.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    join(ranks, device, TIMEOUT_S)
-    told = survey(device, ranks).as_json()
-    leave()
+    with listening() as log:
+        join(ranks, device, TIMEOUT_S)
+        told = survey(device, ranks, log).as_json()
+        leave()
     return told
 
 
@@ -241,6 +286,7 @@ def show_survey(told: dict[str, Any]) -> None:
         rate, link = number(unit["tflops"], ".4g"), number(unit["gb_per_s"], ".2f")
         table.add_row(unit["name"], of, rate, link, verdict)
     show_whole(table)
+    _show_links(told)
     for line in failures_of(told):
         print(f"FAIL: {line}")
     table = markdown_table("all ranks", "MiB", "ms", "bus GB/s")
@@ -254,5 +300,29 @@ def show_survey(told: dict[str, Any]) -> None:
         )
         table.add_row(*cells)
     show_whole(table)
-    if told["passed"]:
+    if told["exclude"]:
+        print(f"to leave the nodes that failed out: sbatch --exclude={told['exclude']}")
+    if told["verdict"] == "pass":
         print("pass: no node and no link is slow")
+    elif told["verdict"] == "not judged":
+        print(
+            "no node and no link is slower than the others; not all rates could be judged, as above"
+        )
+
+
+def _show_links(told: dict[str, Any]) -> None:
+    """A line for each kind of link: its rates, and those that it should have."""
+    table = markdown_table(
+        "links by", "pairs", "GB/s: lowest", "median", "highest", "nominal", "verdict"
+    )
+    kinds = grouped(told["links"], lambda x: (x["transport"], x["nominal_gb_per_s"]))
+    for (transport, nominal), links in kinds.items():
+        links.sort(key=lambda link: link["gb_per_s"])
+        rates = [links[i]["gb_per_s"] for i in (0, len(links) // 2, -1)]
+        worst = next((x for v in ("fail", "not judged") for x in links if x["verdict"] == v), None)
+        verdict = "pass" if worst is None else f"{worst['verdict']}: {worst['why']}"
+        shown = (f"{rate:.3g}" for rate in rates)
+        table.add_row(
+            transport or "unknown", str(len(links)), *shown, number(nominal, "g"), verdict
+        )
+    show_whole(table)

@@ -1,0 +1,109 @@
+"""By which way data goes from rank to rank, in NCCL's and RCCL's own words, and how fast that should be."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llm_train_bench.base.children import private_directory
+from llm_train_bench.base.hardware import Hardware
+
+# What NCCL 2.18 to 2.30 and RCCL print on a connection at its first use:
+# "Channel 00/1 : 0[0] -> 8[0] [send] via NET/AWS Libfabric/1(2)/GDRDMA/Shared".
+_VIA = re.compile(
+    r"(?:Channel|Ring) +\d+(?:/\d+)? : (\d+)(?:\[[0-9a-f]+\])? -> (\d+)(?:\[[0-9a-f]+\])?"
+    r"(?: \[(?:send|receive)\])? via (P2P|SHM|direct shared memory|NET/([^/\n]+?)/\d+)"
+)
+_NETWORKS = (
+    ("TCP sockets", r"(Fast)?Socket"),
+    ("EFA", r"(AWS )?Libfabric"),
+    ("libfabric", "OFI"),
+    ("RDMA", r"IB|IB-CAST|IBext(_v\d+)?|SPCX|UCX|gIB"),
+    ("GPUDirect-TCPX", r"FasTrak|GPUDirectTCPX(_v\d+)?"),
+)
+# The libfabric plugin may itself be on TCP, or on another card than EFA.
+_PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([^ ,]+)")
+_PROVIDERS = {
+    "tcp": "TCP sockets",
+    "sockets": "TCP sockets",
+    "udp": "TCP sockets",
+    "cxi": "Slingshot",
+}
+_DISABLED = re.compile(r"NCCL_IB_DISABLE set by environment to 1")
+_NO_CARD = re.compile(r"NET/IB ?: No device found|Failed to open libibverbs")
+_NO_PLUGIN = re.compile(r"NET/Plugin ?: .*(No plugin found|Could not find)")
+# Below these parts of the nominal rate a link fails, or it is uncertain. Published: TCP in the place of
+# RDMA 1 to 12 %, a broken RoCE 26 %, RDMA without GPUDirect 37 to 48 %, healthy links 59 to 97 %.
+FAILS, UNCERTAIN = 0.3, 0.6
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Path]:
+    """A file in which NCCL and RCCL, started within, tell this process's connections."""
+    with private_directory() as private:
+        log = private / "nccl.log"
+        os.environ |= {
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM",
+            "NCCL_DEBUG_FILE": str(log),
+        }
+        yield log
+
+
+def transports_of(text: str, rank: int) -> dict[int, str]:
+    """How a rank's data goes to and comes from others, by the lines of its log: by their numbers."""
+    found = {}
+    provider = next((m[1].partition(";")[0] for m in _PROVIDER.finditer(text)), "")
+    for match in _VIA.finditer(text):
+        ends = {int(match[1]), int(match[2])}
+        if rank in ends and len(ends) == 2:
+            (peer,) = ends - {rank}
+            found[peer] = _kind(match[3], match[4], provider)
+    return found
+
+
+def _kind(via: str, network: str | None, provider: str) -> str:
+    if network is None:
+        return "peer access" if via == "P2P" else "host memory"
+    known = (kind for kind, names in _NETWORKS if re.fullmatch(names, network))
+    kind = next(known, f"network plugin {network}")
+    return _PROVIDERS.get(provider, kind) if kind in ("EFA", "libfabric") else kind
+
+
+def cause_of_tcp(text: str) -> str:
+    """Why NCCL took TCP sockets, by its own lines."""
+    if _DISABLED.search(text):
+        return "NCCL_IB_DISABLE=1 is set"
+    if _NO_CARD.search(text):
+        plugin = " or EFA plugin" if _NO_PLUGIN.search(text) else " device"
+        return f"no InfiniBand{plugin} was found"
+    return "NCCL says nothing of the cause"
+
+
+def nominal_of(transport: str, gpu: Hardware | None) -> float | None:
+    """GB/s, one way, that a link of two GPUs should have; None where the list has no such rate."""
+    if gpu is None or transport in ("", "host memory"):
+        return None
+    if transport == "peer access":
+        return gpu.peer_gb_per_s or gpu.ring_gb_per_s
+    return gpu.nic_gb_per_s
+
+
+def judged_link(transport: str, rate: float, nominal: float | None) -> tuple[str, str]:
+    """`pass`, `fail` or `not judged` of a link by itself, and why; a rate in GB/s."""
+    part = rate / nominal if nominal else None
+    if transport == "TCP sockets" and part is not None:
+        return "fail", f"TCP sockets: {rate:.3g} of {nominal:g} GB/s"
+    if transport == "host memory":
+        return "not judged", f"{rate:.3g} GB/s through the host's memory: no peer access"
+    if part is None:
+        return "not judged", "no nominal rate is known"
+    text = f"{transport}: {rate:.3g} of {nominal:g} GB/s ({part:.0%})"
+    return ("fail" if part < FAILS else "not judged" if part < UNCERTAIN else "pass"), text
+
+
+def summary(transports: Sequence[str]) -> str:
+    """The transports of several pairs of ranks in one word or two, the slowest kind first."""
+    order = ["TCP sockets", "host memory"]
+    return ", ".join(sorted(set(transports), key=lambda t: (t not in order, t)))
