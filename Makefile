@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 
-.PHONY: demo test parity layouts test-cells test-oldest test-newest test-track docs records pictures lint bytes peers faults fuzz bench on-gpu \
+.PHONY: demo test parity layouts test-cells test-oldest test-newest test-track docs records pictures lint peers faults fuzz bench on-gpu \
   gpu-bench cpu-baselines image-test cluster-test clean
 
 # What a run needs, and with it what development needs.
@@ -100,12 +100,6 @@ peers:
 	$(MAKE) .venv-peers/.ready VENV=.venv-peers
 	.venv-peers/bin/python -m pip install -q --no-deps $(PEERS)
 	.venv-peers/bin/python benchmarks/peers.py $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(MORE)
-
-# Count bytes and kernels of a step on an H200, of ours and other trainers, without a GPU: fifteen minutes.
-bytes:
-	$(MAKE) .venv-oldest/.ready VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
-	.venv-oldest/bin/python -m pip install -q --no-deps $(firstword $(PEERS))
-	OMP_NUM_THREADS=1 NANOGPT=$(NANOGPT) .venv-oldest/bin/python -W ignore benchmarks/bytes.py
 
 # Changed files for every reader: 3,000 of each kind, 200 for tools; KINDS="log or trace" chooses some.
 fuzz: $(READY)

@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     def planned(flags: dict[str, Any], gpus: int) -> Plan:
         changed = dataclasses.replace(args, **flags)
         has = {"memory_gib": gpu.memory_gib, "native_amp": gpu.native_amp}
+        has["imbalance"] = args.imbalance
         return plan_by(args.trainer_words, changed, script, gpus, gpu.platform, **has)
 
     plan = planned({}, args.gpus)

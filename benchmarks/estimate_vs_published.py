@@ -4,8 +4,9 @@
 
 Each file in benchmarks/published is one source, with the nearest settings of ours. Its `split` was
 chosen before anything was fitted: `fit` rows may choose constants (benchmarks/fit_estimate.py), `hold`
-rows may not. `--write` writes the held errors of each family of devices into configs/accuracy.json,
-which estimate.py prints as a range, and draws the scatter plot. Needs no torch and no GPU.
+rows may not. `added` is the day of sources that came later. `--write` writes the held errors of each
+family of devices into configs/accuracy.json, which estimate.py prints as a range, and the tables into
+docs/ESTIMATES.md. Needs no torch and no GPU.
 """
 
 import argparse
@@ -14,10 +15,11 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import shlex
 import statistics
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,17 +28,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
-from llm_train_bench.base.tables import markdown_table, show_whole
-from llm_train_bench.estimate.plans import search
+from llm_train_bench.base.tables import grouped as gathered
+from llm_train_bench.base.tables import markdown_text
+from llm_train_bench.estimate.predict import scaled, speed_factor
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.config import ModelConfig, parse_config
+from llm_train_bench.model.config import parse_config
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.settings.flags import Args, Script
+from llm_train_bench.settings.flags import Args, Script, defaults, present_flags, to_argv
+from llm_train_bench.settings.plan import make_plan
 
 PUBLISHED = Path(__file__).parent / "published"
+PAGE = ROOT / "docs/ESTIMATES.md"
 OUTLIER = 0.2
 # Rows that a range needs.
 VALIDATED = 8
@@ -134,24 +139,9 @@ def verdicts(steps: Iterable[tuple[Work, Hardware]]) -> collections.Counter[str]
     )
 
 
-def memory_errors(rows) -> dict[str, list[float]]:
-    """Relative errors of the estimated memory, against figures of tensors and of what is reserved."""
-    errors = {"allocated": [], "reserved": []}
-    for row in rows:
-        published = {kind: row.get(f"memory_{kind}_gib") for kind in errors}
-        if any(published.values()) and not row.get("no_memory"):
-            peak = estimate_memory(step_of(row)[0]).peak
-            for kind, gib in published.items():
-                errors[kind] += [peak / GIB / gib - 1] if gib else []
-    return errors
-
-
-def kind_of(row: dict) -> str:
-    """Which layout a row has, and whether in FP8."""
-    flags = row["flags"].split()
-    divided = {"--tp", "--cp", "--ep", "--pp"} & set(flags)
-    fp8 = "fp8" in row or "--use-fp8" in flags
-    return ("tp, cp, ep, pp" if divided else "data parallel") + ", FP8" * fp8
+def format_of(row: dict) -> str:
+    """Whether a row is in FP8 (or FP4), or in bf16 (or fp16)."""
+    return "FP8" if "fp8" in row or "--use-fp8" in row["flags"].split() else "bf16"
 
 
 def range_group(row: dict) -> tuple[str, str]:
@@ -175,8 +165,12 @@ def covering(values: list[float], share: float = 0.8) -> float:
 
 
 def coverage(rows) -> tuple[int, int]:
-    """Rows within the range that the other sources' rows of their group give; and how many have one."""
-    every = list(zip(rows, errors(rows), map(range_group, rows), strict=True))
+    """Rows within the range that the other sources' rows of their group give; and how many have one.
+
+    A group is a family of devices, dense or with experts, and a format.
+    """
+    groups = [(*range_group(row), format_of(row)) for row in rows]
+    every = list(zip(rows, errors(rows), groups, strict=True))
     inside = number = 0
     for row, error, group in every:
         others = [e for r, e, g in every if g == group and r["file"] != row["file"]]
@@ -191,191 +185,171 @@ def held_rows() -> list[dict]:
     return [row for row in published_rows("hold") if not row.get("seen")]
 
 
+def calibrated_pairs(rows) -> list[tuple[float, float]]:
+    """Errors on many nodes of settings that a source has on one too: without, and with `--calibrate`."""
+
+    def alike(row: dict) -> str:
+        layout = {x for x in row["flags"].split() if x.startswith("--")} - {"--dp-replicate"}
+        same = [str(row.get(key)) for key in "file gpu model config seq_len fp8 power_w".split()]
+        return str([*same, trainer_of(row), sorted(layout)])
+
+    found = []
+    for members in gathered(rows, alike).values():
+        node = find_hardware(members[0]["gpu"]).per_node
+        ones = [row for row in members if row["gpus"] <= node]
+        for row in members if ones else ():
+            if row["gpus"] > node:
+                one = max(ones, key=lambda x: (x["gpus"], -abs(x["bsz"] - row["bsz"])))
+                work, gpu = step_of(one)
+                tokens = work.batch.tokens_per_step / one["gpus"]
+                factor = speed_factor(work, gpu, tokens / one["tokens_per_sec_per_gpu"])
+                work, gpu = step_of(row)
+                rate = row["tokens_per_sec_per_gpu"]
+                both = (
+                    predicted(row, work, each) / rate - 1 for each in (gpu, scaled(gpu, factor))
+                )
+                found.append(tuple(both))
+    return found
+
+
+def line_of(sample: list[float]) -> list[str]:
+    """How the errors of a sample stand in a table."""
+    median, beyond = statistics.median(map(abs, sample)), sum(abs(x) > OUTLIER for x in sample)
+    ends = f"{min(sample):+.0%}", f"{max(sample):+.0%}"
+    return [str(len(sample)), f"{median:.1%}", f"{covering(sample):.0%}", *ends, str(beyond)]
+
+
+def our_runs() -> list[list[str]]:
+    """Our own runs on a GPU that took a step: estimated, measured, error of the speed."""
+    lines = []
+    for path in sorted((Path(__file__).parent / "results").glob("h200-*/**/*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        steps = content.get("metrics", {}).get("step_time_median_s") if "model" in content else None
+        if not steps or content["args"].get("fused_backward"):  # its kernels are gone
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder) / "config.json"
+            config.write_text(json.dumps(content["model"]["config"]), encoding="utf-8")
+            script, usual = Script(content["entrypoint"]), defaults(Args)
+            known = present_flags(content["args"]).items()
+            flags = {k: v for k, v in known if k in usual and v != usual[k] and k != "config"}
+            args = parse_dataclass(Args, [str(config), *to_argv(flags)], script)
+            work = make_plan(args, script, 1, "nvidia", memory_gib=139.72).work
+        estimated = estimate_speed(work, find_hardware("h200")).step_s
+        day, name = path.parts[-3:-1] if path.name == "result.json" else (path.parts[-2], path.stem)
+        shown = f"{estimated:.4f}, {steps:.4f}", f"{steps / estimated - 1:+.0%}"
+        lines.append([day.removeprefix("h200-"), name, *shown])
+    return lines
+
+
+def tables() -> dict[str, str]:
+    """The tables of docs/ESTIMATES.md as Markdown, by their names."""
+    held, figures = (
+        held_rows(),
+        ("rows", "median error", "80 % within", "lowest", "highest", "beyond 20 %"),
+    )
+    new = [row for row in held if "added" in row]
+    samples = {"fitted": published_rows("fit"), "held": held}
+    samples |= {"held, of before": [r for r in held if "added" not in r], "held, new": new}
+    sums = [[f"{name}, {kind}", *line_of(errors([r for r in rows if format_of(r) == kind]))]
+            for name, rows in samples.items() for kind in ("bf16", "FP8")]  # fmt: skip
+    sums += [[name, *line_of(errors(rows))] for name, rows in samples.items()]
+    by = lambda key: [[", ".join(k) if isinstance(k, tuple) else k, *line_of(v)]  # noqa: E731
+                      for k, v in grouped(held, key).items()]  # fmt: skip
+    trainers = by(lambda row: row["trainer"].split()[0])
+    ranges = by(lambda row: (*range_group(row), format_of(row)))
+    worst = sorted(zip(errors(held), held, strict=True), key=lambda x: -abs(math.log(1 + x[0])))[
+        :10
+    ]
+    ten = [[f"{error:+.0%}", setting_of(row), row.get("doubt", "unknown")] for error, row in worst]
+    pairs = {name: calibrated_pairs(rows) for name, rows in list(samples.items())[:2]}
+    both = {name: list(zip(*found, strict=True)) for name, found in pairs.items()}
+    medians = [[name, str(len(pairs[name])), *(f"{statistics.median(map(abs, e)):.1%}" for e in x)]
+               for name, x in both.items()]  # fmt: skip
+    inside, number = coverage(held)
+    covered = [[f"{inside} of {number}", f"{inside / number:.0%}"]]
+    return {
+        "sums": markdown_text(("published rows", *figures), sums),
+        "trainers": markdown_text(("trainer", *figures), trainers),
+        "ranges": markdown_text(("devices, model, format", *figures), ranges),
+        "covered": markdown_text(
+            ("rows within a range made without their source", "part"), covered
+        ),
+        "worst": markdown_text(("error", "setting", "why"), ten),
+        "calibrated": markdown_text(("pairs", "n", "median error", "with --calibrate"), medians),
+        "memory": markdown_text(("memory", "n", *VERDICTS), memory_lines()),
+        "ours": markdown_text(
+            ("day", "run", "step: estimated, measured [s]", "error of speed"), our_runs()
+        ),
+    }
+
+
+def written(page: str, made: dict[str, str]) -> str:
+    """The page with each table in its place, between <!-- NAME --> and <!-- end -->."""
+    for name, table in made.items():
+        place = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        page, n = re.subn(place, lambda m, t=table: f"{m[1]}{t}{m[2]}", page, flags=re.DOTALL)
+        assert n == 1, name
+    return page
+
+
+def accuracy() -> dict[str, Any]:
+    """What configs/accuracy.json has: errors by family, dense or experts, and format."""
+    families = collections.defaultdict(dict)
+    kinds = {"all": held_rows()} | gathered(held_rows(), format_of)
+    for kind, rows in kinds.items():
+        for (family, experts), sample in grouped(rows, range_group).items():
+            figures = statistics.median(map(abs, sample)), covering(sample)
+            figures = zip(("median", "covers_80"), (round(x, 3) for x in figures), strict=True)
+            families[family].setdefault(experts, {})[kind] = {"rows": len(sample)} | dict(figures)
+    about = (
+        "Errors of estimated tokens/s against held-out published rows; written by "
+        "benchmarks/estimate_vs_published.py --write. covers_80: the range of 80 % of the errors."
+    )
+    return {"about": about, "families": families}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", action="store_true", help="Print each row too.")
-    parser.add_argument(
-        "--plans", action="store_true", help="Hold --plan against published layouts."
-    )
-    parser.add_argument("--write", action="store_true", help="Write accuracy.json and the plot.")
+    parser.add_argument("--rows", action="store_true", help="Print each row instead.")
+    parser.add_argument("--write", action="store_true", help="Write accuracy.json and the page.")
     args = parser.parse_args()
-    for by, key in (
-        ("layout and family", lambda row: f"{kind_of(row)}: {family_of(row['gpu'])}"),
-        ("trainer", lambda row: row["trainer"]),
-    ):
-        figures = ("n", "median error", "80 % within", "lowest", "highest", "beyond 20 %")
-        table = markdown_table("rows", by, *figures, left=(by,))
-        for name, rows in (("fitted", published_rows("fit")), ("held", held_rows())):
-            groups = grouped(rows, key)
-            for group, sample in (groups | {"all": errors(rows)}).items():
-                beyond = sum(abs(error) > OUTLIER for error in sample)
-                median, ends = statistics.median(map(abs, sample)), (min(sample), max(sample))
-                shown = f"{median:.1%}", f"{covering(sample):.0%}", *(f"{end:+.0%}" for end in ends)
-                table.add_row(name, group, str(len(sample)), *shown, str(beyond))
-        show_whole(table)
-    inside, number = coverage(held_rows())
-    print(f"ranges of 80 %: {inside} of {number} held rows within ({inside / number:.0%})")
-    show_memory()
-    for split in ("lora", "bug reports"):
-        sample = errors(published_rows(split))
-        median = statistics.median(map(abs, sample))
-        between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
-        print(f"{split}: {len(sample)} rows, median error {median:.1%}, {between}")
-    if args.plans:
-        show_plans()
     if args.rows:
-        for split in ("fit", "hold", "lora"):
-            show(published_rows(split))
+        rows = [row for split in ("fit", "hold", "lora") for row in published_rows(split)]
+        for row, error in zip(rows, errors(rows), strict=True):
+            print(f"{error:+.1%} {row['split']} {row['file']}: {setting_of(row)}")
+        return
+    made = tables()
+    for table in made.values():
+        print(table)
     if args.write:
-        families = collections.defaultdict(dict)
-        for (family, experts), sample in grouped(held_rows(), range_group).items():
-            median, covers = statistics.median(map(abs, sample)), covering(sample)
-            figures = {
-                "rows": len(sample),
-                "median": round(median, 3),
-                "covers_80": round(covers, 3),
-            }
-            families[family][experts] = figures
-        about = (
-            "Errors of estimated tokens/s against held-out published rows; written by "
-            "benchmarks/estimate_vs_published.py --write. covers_80: the range of 80 % of the errors."
-        )
-        content = {"about": about, "families": families}
-        write_whole(ACCURACY_FILE, json.dumps(content, indent=1) + "\n")
-        draw(Path(__file__).parent / "results/estimate-vs-published.png")
+        write_whole(ACCURACY_FILE, json.dumps(accuracy(), indent=1) + "\n")
+        write_whole(PAGE, written(PAGE.read_text(encoding="utf-8"), made))
 
 
-# Published layouts that --plan is held against: file, GPUs, sequence length, whether in FP8.
-PLANS = (
-    ("dgxc-v25.02-llama3.1", 576, 8192, True),
-    ("llama-3-paper", 16384, 8192, False),
-    ("llama-3-paper", 16384, 131072, False),
-    ("dgxc-v25.02-llama3.1", 64, 8192, True),
-    ("llm-foundry-70b", 512, 2048, False),
-    ("megatron-bridge-25.09-25.11", 1024, 4096, True),
-    ("dgxc-v25.05", 512, 4096, False),
-    ("megatron-bridge-25.09-25.11", 256, 4096, True),
-    ("nemo-automodel-summary", 64, 4096, False),
-    ("megatron-bridge-archive-25.09", 8, 8192, True),
-)
-
-
-def planned_by(
-    trainer: str, args: Args, gpu: Hardware, config: ModelConfig, compiled: bool,
-    flags: dict[str, Any], script: Script, gpus: int,
-) -> Work:  # fmt: skip
-    """A step of the trainer with these flags, as plans.py asks for it."""
-    args = dataclasses.replace(args, pt_compile=compiled, **flags)
-    return plan_by(trainer, args, script, gpus, gpu.platform, config, gpu.memory_gib).work
-
-
-def show_plans() -> None:
-    """What --plan finds in the trainer's preset, for the GPUs, length and batch of published layouts."""
-    columns = "published, tokens/s/GPU, estimated, best plan, estimated, theirs is, seconds".split(
-        ", "
-    )
-    table = markdown_table(*columns, left=("published", "best plan"))
-    for file, gpus, seq_len, fp8 in PLANS:
-        low = lambda r: "fp8" in r or "--use-fp8" in r["flags"]  # noqa: E731
-        about = (file, gpus, seq_len, fp8)
-        row = next(
-            r for r in published_rows()
-            if (r["file"], r["gpus"], r["seq_len"], low(r)) == about and "GB300" not in r["gpu"]
-        )  # fmt: skip
-        work, gpu = step_of(row)
-        gpu = gpu if fp8 else dataclasses.replace(gpu, fp8_tflops=None)
-        compiled = "--pt-compile" in row["flags"]
-        routed = ["--route", "balanced"] if work.config.experts else []
-        argv = ["configs/gpt2-tiny.json", "--seq-len", str(seq_len), *routed]
-        args = parse_dataclass(Args, argv, "")
-
-        config, trainer = work.config, trainer_of(row)
-        make = functools.partial(planned_by, trainer, args, gpu, config, compiled)
-
-        batch = {"global_bsz": work.batch.global_batch, "seq_len": seq_len}
-        began = time.perf_counter()
-        best, _, _ = search(config, gpu, gpus, batch, make)
-        seconds = time.perf_counter() - began
-        theirs = (
-            work.parallelism.tp,
-            work.parallelism.cp,
-            work.parallelism.ep,
-            work.parallelism.pp,
-        )
-        found = [tuple(x.flags.get(k, 1) for k in ("tp", "cp", "ep", "pp")) for x in best]
-        place = f"number {found.index(theirs) + 1}" if theirs in found else "not among ten"
-        words = best[0].words().replace(f" --global-bsz {batch['global_bsz']}", "")
-        rates = predicted(row, work, gpu), best[0].tokens_per_sec / gpus
-        name = f"{row['trainer']}: {gpus} x {row['gpu']}, {row.get('model', '')} T{seq_len} "
-        name += row["flags"]
-        shown = f"{row['tokens_per_sec_per_gpu']:,.0f}", f"{rates[0]:,.0f}"
-        table.add_row(name, *shown, words, f"{rates[1]:,.0f}", place, f"{seconds:.0f}")
-    show_whole(table)
-
-
-def show_memory() -> None:
+def memory_lines() -> list[list[str]]:
     """Verdicts on rows that ran and on reports; the first half of reports chose the margins."""
-    table = markdown_table("memory", "n", *VERDICTS, left=("memory",))
-    reports = json.loads(
-        (Path(__file__).parent / "memory-reports.json").read_text(encoding="utf-8")
-    )
+    path = Path(__file__).parent / "memory-reports.json"
+    reports = json.loads(path.read_text(encoding="utf-8"))["reports"]
+    lines = []
     for split, name in (("fit", "fitted"), ("hold", "held")):
         ran = [row for row in published_rows(split) if not row.get("no_memory")]
         kinds = {f"{name}: published rows, which ran": map(step_of, ran)}
         for oom, what in ((False, "reports of runs that ran"), (True, "reports of OOM")):
-            found = [r for r in reports["reports"] if r["split"] == split and r["oom"] == oom]
+            found = [r for r in reports if r["split"] == split and r["oom"] == oom]
             kinds[f"{name}: {what}"] = map(reported_step, found)
         for kind, steps in kinds.items():
             says = verdicts(steps)
-            table.add_row(kind, str(says.total()), *(str(says[v]) for v in VERDICTS))
-    show_whole(table)
-    for kind, sample in memory_errors(published_rows()).items():
-        between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
-        median = f"median error {statistics.median(sample):+.0%}"
-        print(
-            f"peak of tensors, estimated, against {kind}: {len(sample)} figures, {median}, {between}"
-        )
+            lines.append([kind, str(says.total()), *(str(says[v]) for v in VERDICTS)])
+    return lines
 
 
-def show(rows) -> None:
-    columns = ("source", "setting", "published", "estimate", "error", "note")
-    table = markdown_table(*columns, left=("setting", "note"))
-    for row, error in zip(rows, errors(rows), strict=True):
-        published = row["tokens_per_sec_per_gpu"]
-        model = Path(row["config"]).stem if isinstance(row["config"], str) else row.get("model", "")
-        setting = f"{row['gpus']} x {row['gpu']}, {model} T{row['seq_len']} b{row['bsz']} "
-        setting += row["flags"] + (f" fp8 {row['fp8']}" if "fp8" in row else "")
-        figures = f"{published:,.0f}", f"{published * (1 + error):,.0f}"
-        mark = f"{error:+.1%}{' *' if abs(error) > OUTLIER else ''}"
-        table.add_row(row["file"], setting, *figures, mark, row.get("note", ""))
-    show_whole(table)
-
-
-def draw(path: Path) -> None:
-    """Estimated against published tokens/s per GPU, fitted rows hollow."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 6))
-    families = sorted({family_of(row["gpu"]) for row in published_rows()})
-    colors = dict(zip(families, plt.get_cmap("tab10")(range(10)), strict=False))
-    for row in published_rows():
-        color, held = colors[family_of(row["gpu"])], row["split"] == "hold"
-        point = row["tokens_per_sec_per_gpu"], predicted(row, *step_of(row))
-        face = color if held else "none"
-        axes.plot(*point, "o", markersize=5, color=color, markerfacecolor=face)
-    high = 2e5
-    for factor, style in ((1, "-"), (1.15, ":"), (1 / 1.15, ":")):
-        axes.plot([50, high], [50 * factor, high * factor], style, color="grey", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="published tokens/s per GPU", ylabel="estimated")
-    for family in families:
-        axes.plot([], [], "o", color=colors[family], label=family)
-    axes.legend(frameon=False, title="filled: held", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    print(f"wrote {path.name}")
+def setting_of(row: dict) -> str:
+    """A row in words."""
+    model = row.get("model") or Path(row["config"]).stem
+    words = [f"{trainer_of(row)}: {row['gpus']} x {row['gpu']}, {model}, T {row['seq_len']},"]
+    words += [f"--bsz {row['bsz']}", row["flags"].strip(), *([row["fp8"]] if "fp8" in row else [])]
+    return f"{' '.join(words)}: {row['tokens_per_sec_per_gpu']:,.0f} tokens/s"
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     python benchmarks/fit_estimate.py [--write]
 
-A constant of all devices lies in a physical range. A device's matmuls and attention have a level: that of
-its architecture times its own, both drawn towards 1 as far as rows do not say otherwise (a Gaussian
-prior on logarithms). Errors count by Huber's function, so that single rows do not decide; rows of one
-source are worth less together, since they share its trainer. Rows with `split: hold` are never read.
-`--write` puts the values into configs/hardware.json. Needs no torch and no GPU.
+A constant of all devices lies in a physical range. Matmuls and attention have a level: that of their
+architecture, times that of the device, of the trainer, and of the trainer on the architecture. All are
+drawn towards 1 as far as rows do not say otherwise (a Gaussian prior on logarithms). A row counts by the
+logarithm of Student's t, so that one whose source leaves something out decides little; rows of one source
+are worth less together. Rows with `split: hold` are never read, nor those marked `incomplete`. `--write`
+puts the values into configs/hardware.json and configs/trainers.json. Needs no torch and no GPU.
 """
 
 import argparse
@@ -25,50 +26,64 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.estimate_vs_published import predicted, published_rows, step_of
 from llm_train_bench.base import hardware
 from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, family_of
+from llm_train_bench.estimate.trainers import TRAINERS_FILE
 from llm_train_bench.formulas.work import Work
 
 # Where constants start, and their ranges; and the spread of levels, of rows and of sources (of
-# logarithms). All were chosen beforehand.
+# logarithms). All were chosen beforehand. `launch_grace_s` is `launch_eager_s` of devices with that CPU.
 RANGES = {
-    "bandwidth": (0.75, 0.5, 0.95),
-    "kernels_modules": (500.0, 100, 1000),
-    "kernels_expert": (30.0, 6, 60),
+    "bandwidth": (0.72, 0.5, 0.95),
+    "kernels_fused": (200.0, 20, 600),
+    "kernels_modules": (650.0, 100, 1000),
+    "kernels_expert": (20.0, 2, 200),
+    "kernels_expert_low": (60.0, 2, 200),
+    "launch_grace_s": (3.5e-5, 1.7e-5, 6e-5),
+    "all_to_all": (0.6, 0.3, 0.95),
 }
-ARCHITECTURE, DEVICE, ROW, SOURCE = 0.3, 0.1, 0.10, 0.09
+ARCHITECTURE, DEVICE, TRAINER, TRAINER_ON = 0.1, 0.05, 0.1, 0.2
+ROW, SOURCE = 0.10, 0.09
+GRACE = ("GB", "GH")
 # Values are rounded to so many digits, so that another machine finds the same.
 DIGITS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A row with its step and device, its architecture, and what it is worth."""
+    """A row with its step and device, the names of its levels, and what it is worth."""
 
     row: dict
     work: Work
     gpu: Hardware
-    family: str
+    levels: tuple[str, ...]
+    """Of the architecture, the device, the trainer, and the trainer on the architecture."""
     weight: float
 
 
 def fitting_steps() -> list[Step]:
-    rows = published_rows("fit")
+    rows = [row for row in published_rows("fit") if "incomplete" not in row]
     sources = collections.Counter(row["source"] for row in rows)
     steps = []
     for row in rows:
         work, gpu = step_of(row)
+        family, trainer = family_of(gpu.name), f"--trainer {row['trainer'].split()[0]}"
+        levels = (family, gpu.name, trainer, f"{trainer} on {family}")
         weight = 1 / (1 + (sources[row["source"]] - 1) * (SOURCE / ROW) ** 2)
-        steps.append(Step(row, work, gpu, family_of(gpu.name), weight))
+        steps.append(Step(row, work, gpu, levels, weight))
     return steps
 
 
 def loss_of(step: Step, values: dict[str, float]) -> float:
-    """Huber's function of a row's error [standard deviations], times what the row is worth."""
+    """Student's logarithm of a row's error [standard deviations], times what the row is worth."""
     common = {name: values[name] for name in RANGES}
-    level = values[step.family] * values[step.gpu.name]
-    gpu = dataclasses.replace(step.gpu, fitted=step.gpu.fitted | common | {"level": level})
-    error = predicted(step.row, step.work, gpu) / step.row["tokens_per_sec_per_gpu"]
-    size = abs(math.log(error)) / ROW
-    return step.weight * (size**2 / 2 if size < 1 else size - 0.5)
+    grace = common.pop("launch_grace_s")
+    if step.gpu.name.startswith(GRACE):
+        common["launch_eager_s"] = grace
+    device, trainer = (math.prod(values[x] for x in step.levels[i : i + 2]) for i in (0, 2))
+    gpu = dataclasses.replace(step.gpu, fitted=step.gpu.fitted | common | {"level": device})
+    by = dataclasses.replace(step.work.trainer, levels=(("", trainer),))
+    work = dataclasses.replace(step.work, trainer=by)
+    error = predicted(step.row, work, gpu) / step.row["tokens_per_sec_per_gpu"]
+    return step.weight * math.log1p((math.log(error) / ROW) ** 2 / 2)
 
 
 def prior_of(name: str, value: float, steps: list[Step]) -> float:
@@ -76,7 +91,10 @@ def prior_of(name: str, value: float, steps: list[Step]) -> float:
     if name in RANGES:
         _, low, high = RANGES[name]
         return 0.0 if low <= value <= high else math.inf
-    spread = ARCHITECTURE if any(step.family == name for step in steps) else DEVICE
+    spreads = (ARCHITECTURE, DEVICE, TRAINER, TRAINER_ON)
+    spread = next(
+        x for step in steps for x, who in zip(spreads, step.levels, strict=True) if who == name
+    )
     return (math.log(value) / spread) ** 2 / 2
 
 
@@ -95,7 +113,7 @@ def fit(
     for sweep in range(sweeps):
         factor = 1 + 0.1 / 1.8**sweep
         for name, move in itertools.product(names or list(values), (factor, 1 / factor)):
-            touched = [i for i, s in enumerate(steps) if name in (*RANGES, s.family, s.gpu.name)]
+            touched = [i for i, s in enumerate(steps) if name in (*RANGES, *s.levels)]
             while True:
                 now = sum(losses[i] for i in touched) + prior_of(name, values[name], steps)
                 tried = values | {name: rounded(values[name] * move)}
@@ -111,7 +129,7 @@ def fit(
 
 
 def start_of(steps: list[Step]) -> dict[str, float]:
-    names = [name for step in steps for name in (step.family, step.gpu.name)]
+    names = [name for step in steps for name in step.levels]
     return {name: start for name, (start, *_) in RANGES.items()} | dict.fromkeys(names, 1.0)
 
 
@@ -122,28 +140,42 @@ def main() -> None:
     steps = fitting_steps()
     values = start_of(steps)
     before = sum(loss_of(step, values) for step in steps)
-    values = fit(steps, fit(steps, values))
+    values = fit(steps, values)
     after = sum(loss_of(step, values) for step in steps)
     print(f"{len(steps)} rows, loss {before:.1f} to {after:.1f}: {json.dumps(values, indent=1)}")
     if args.write:
-        text = with_values(HARDWARE_FILE.read_text(encoding="utf-8"), values)
-        HARDWARE_FILE.write_text(text, encoding="utf-8")
+        for path, changed in ((HARDWARE_FILE, of_devices), (TRAINERS_FILE, of_trainers)):
+            path.write_text(changed(path.read_text(encoding="utf-8"), values), encoding="utf-8")
         hardware.devices.cache_clear()
         hardware.constants.cache_clear()
 
 
-def with_values(text: str, values: dict[str, float]) -> str:
-    """The file's text with the values in their places, and nothing else changed."""
-    for name in RANGES:
+def of_devices(text: str, values: dict[str, float]) -> str:
+    """hardware.json with the values in their places, and nothing else changed."""
+    for name in RANGES.keys() - {"launch_grace_s"}:
         text, n = re.subn(rf'("{name}"): [\d.e-]+', rf"\1: {values[name]:g}", text, count=1)
         assert n == 1, name
     for device in json.loads(text)["devices"]:
         name = device["name"]
         level = values.get(family_of(name), 1.0) * values.get(name, 1.0)
         fitted = device["fitted"] | {"level": rounded(level)}
+        if name.startswith(GRACE):
+            fitted["launch_eager_s"] = values["launch_grace_s"]
         start = text.index(f'"name": "{name}"')
         a = text.index('"fitted": ', start)
         text = text[:a] + f'"fitted": {json.dumps(fitted)}' + text[text.index("}", a) + 1 :]
+    return text
+
+
+def of_trainers(text: str, values: dict[str, float]) -> str:
+    """trainers.json with the levels of trainers, and nothing else changed."""
+    text = re.sub(r'"levels": \{[^}]*\}, ', "", text)
+    for name in values:
+        if name.startswith("--trainer") and " on " not in name:
+            level, who = values[name], name.removeprefix("--trainer ")
+            on = {x.split(" on ")[1]: v for x, v in values.items() if x.startswith(f"{name} on ")}
+            levels = {"": level} | {family: rounded(level * v) for family, v in on.items()}
+            text = text.replace(f'"{who}": {{', f'"{who}": {{"levels": {json.dumps(levels)}, ', 1)
     return text
 
 

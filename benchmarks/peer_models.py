@@ -1,7 +1,7 @@
-"""Models of other trainers with our weights, for benchmarks/peers.py and bytes.py.
+"""Models of other trainers with our weights, for benchmarks/peers.py and on_gpu.py.
 
 The real packages: transformers, with Liger too, litgpt, torchtitan, and nanoGPT from a checkout.
-torchtitan needs torch 2.13, and bytes.py, which needs torch 2.11, leaves it out.
+torchtitan needs torch 2.13.
 """
 
 # pyright: reportMissingImports=false

@@ -312,7 +312,7 @@ def imbalance_since(
             rows = module.layout.sum_over_data(module.load.total - old)
             of_ranks = rows.view(module.layout.ep, -1).sum(dim=1)
             found.append([(r.max() / r.mean()).item() for r in (rows, of_ranks)])
-    return tuple(map(max, zip(*found, strict=True))) if found else None
+    return (max(x for x, _ in found), max(x for _, x in found)) if found else None
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.measure.device import pick_device
 from llm_train_bench.model import init, layers, transformer
-from llm_train_bench.model.experts import Router, fullest_expert
+from llm_train_bench.model.experts import Router, imbalance_since
 from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.transformer import Transformer
@@ -422,7 +422,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 mock.patch("llm_train_bench.measure.power.PowerMeter.SHORTEST_S", 0.0),
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
                 KEEP_ALL,
-                mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),
+                mock.patch(f"{LOOP}.imbalance_since", traffic.unseen(imbalance_since)),
                 mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),
                 mock.patch.object(saver, "load", traffic.load),
                 mock.patch.object(saver.Saver, "save", traffic.unseen(saver.Saver.save)),

@@ -296,6 +296,8 @@ def compare(name: str, out: Path) -> Difference:
     if expected["expert_rows_max_over_mean"] and exact:
         fullest = expected["expert_rows_max_over_mean"]
         assert metrics["expert_rows_max_over_mean"] == pytest.approx(fullest)
+        of_ranks = metrics["ep_rank_rows_max_over_mean"]
+        assert 1 <= of_ranks <= fullest and (of_ranks == 1 or "--ep" in case.flags)
     if case.model == "lopsided":
         assert any(facts["idle"]), "every rank got rows"
     # Nothing is seen of compiled steps.

@@ -15,7 +15,7 @@ import pytest
 
 import compare
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.compare import gate, report
+from llm_train_bench.compare import gate, report, scaling
 from llm_train_bench.compare.ratios import Prices
 from llm_train_bench.compare.ratios import compare as compare_records
 from llm_train_bench.compare.records import LogFacts
@@ -100,6 +100,33 @@ def runs_of(run_of):
 def rows_of(*paths, tokens=None, prices=NONE, **options):
     records = records_of(*paths)
     return {r.record.label: r for r in compare_records(records, prices, tokens, **options)}
+
+
+def test_scaling_is_relative_to_the_fewest_devices(runs_of, run_of, tmp_path, output_of):
+    """Of one setting: with other flags, another model or conditions a line is of its own."""
+    ddp = {"entrypoint": "train_ddp.py"} | SAME
+    paths = [*runs_of("one", 1.0, **SAME)]
+    for n, speed in ((2, 1.8), (4, 3.2)):
+        batch = {"batch__global_batch": 2 * n, "device__count": n}
+        for run in runs_of(f"n{n}", speed, **ddp, **batch):
+            text = (run / "result.json").read_text()
+            content = changed(json.loads(text), f"metrics.tokens_per_sec_per_gpu*={1 / n}")
+            (run / "result.json").write_text(json.dumps(content))
+            paths.append(run)
+    paths += [run_of("alone", 9.0, **ddp, device__count=8, args__lr=1.0)]
+    lines = scaling.scaling([*rows_of(*paths).values()])
+    assert [(x["devices"], round(x["efficiency"], 2)) for x in lines] == [
+        (1, 1),
+        (2, 0.9),
+        (4, 0.8),
+    ]
+    assert {x["setting"] for x in lines} == {"train_ddp.py, amp off, bsz 2, seq-len 32"}
+    assert lines[0]["low"] is None and lines[1]["low"] < 0.9 < lines[1]["high"] < 0.93
+    out = output_of(compare.main, [*paths, "--output-dir", tmp_path / "out"])
+    assert "|       4 |" in out and "0.800 [0.79" in out
+    assert json.loads((tmp_path / "out/compare.json").read_text())["scaling"] == lines
+    assert "on 4 devices: 0.800 [" in (tmp_path / "out/report.html").read_text()
+    assert "scaling" not in output_of(compare.main, paths[:3])
 
 
 SUITE = json.loads((LOGS / "suite.json").read_text())

@@ -11,7 +11,12 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Parallelism
 from llm_train_bench.model import experts, layout
 from llm_train_bench.model.config import parse_config
-from llm_train_bench.model.experts import MixtureOfExperts, fullest_expert, update_corrections
+from llm_train_bench.model.experts import (
+    MixtureOfExperts,
+    imbalance_since,
+    rows_so_far,
+    update_corrections,
+)
 from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.model.weights import sharded_dimension
@@ -159,13 +164,17 @@ def test_a_clip_of_zero_leaves_the_gradients_of_a_layout():
 
 
 def test_validation_moves_no_correction():
-    """Rows of evaluation count nowhere: the same training with and without it."""
+    """Rows of evaluation count nowhere: the same training with and without it.
+
+    Those before a window do not count in it.
+    """
     shape = config("deepseek_v3", router_bias_update_rate=0.01)
     ends = []
     for validated in (False, True):
         torch.manual_seed(0)
-        model = built(shape)
-        for _ in range(3):
+        model, before = built(shape), []
+        for step in range(3):
+            before = rows_so_far(model) if step == 1 else before
             ids = torch.randint(97, (4, 16))
             model(ids, ids).backward()
             if validated:
@@ -174,7 +183,11 @@ def test_validation_moves_no_correction():
                 model.train()
             update_corrections(model)
         routers = [b.mlp.router for b in model.blocks.values() if hasattr(b.mlp, "router")]
-        ends.append((fullest_expert(model), torch.stack([r.correction.data for r in routers])))
+        rows = imbalance_since(before, model)
+        ends.append((rows, torch.stack([r.correction.data for r in routers])))
+        mixtures = [b.mlp for b in model.blocks.values() if hasattr(b.mlp, "load")]
+        late = [m.load.total - b for m, b in zip(mixtures, before, strict=True)]
+        assert rows == (max((x.max() / x.mean()).item() for x in late), 1.0)
     assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
     assert ends[0][1].abs().sum() > 0
 

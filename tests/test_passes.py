@@ -1,7 +1,6 @@
 """Passes over activations, counted: an eager step's operators and bytes on tensors without memory.
 
-A change that adds a pass makes these red, on any machine; benchmarks/bytes.py counts what compiled code
-moves on a GPU.
+A change that adds a pass makes these red, on any machine.
 """
 
 import pytest

@@ -257,14 +257,16 @@ FAMILIES_OF_DEVICES = {
     "RTX Blackwell": ("RTX 5090", "RTX PRO", "GB10")}  # fmt: skip
 
 
-def accuracy_of(name: str, experts: bool) -> dict[str, Any] | None:
+def accuracy_of(name: str, experts: bool, low: bool | None = None) -> dict[str, Any] | None:
     """How far estimates of such a device were from published rows that chose no constant.
 
     `rows`, `median` and `covers_80` of relative errors of tokens/s, of dense models or of those with
-    experts. None where fewer than eight rows are known.
+    experts: of rows in FP8 or FP4 (`low`), of the others, or of all (None). None where fewer than eight
+    rows are known.
     """
     kinds = _read_json(ACCURACY_FILE)["families"].get(family_of(name), {})
-    found = kinds.get("experts" if experts else "dense")
+    formats = kinds.get("experts" if experts else "dense", {})
+    found = formats.get({None: "all", False: "bf16", True: "FP8"}[low])
     return found if found and found["rows"] >= 8 else None
 
 
@@ -278,9 +280,9 @@ def family_of(name: str) -> str:
 class Constants:
     """Constants for all devices; configs/hardware.json has the values (`speed_model`).
 
-    benchmarks/fit_estimate.py computes bandwidth, kernels_fused, kernels_modules, kernels_expert and each
-    device's level from published rows. The others are measured, from papers, or assumed. A device's `fitted` override
-    them.
+    benchmarks/fit_estimate.py computes bandwidth, all_to_all, most numbers of kernels and each device's
+    level from published rows. The others are measured, from papers, or assumed. A device's `fitted`
+    override them.
     """
 
     # What a device's matmuls and attention reach of what is said below; of its architecture, if fewer
@@ -314,11 +316,12 @@ class Constants:
     kernels_eager: int
     kernels_compiled: int
     # Those of a block's routing and experts besides: ours; and those of Transformer Engine's modules,
-    # for all (with fused routing, or without), and for each expert of a rank.
+    # for all (with fused routing, or without), and for each expert of a rank, in bf16 and in FP8.
     kernels_routing: int
     kernels_fused: float
     kernels_modules: float
     kernels_expert: float
+    kernels_expert_low: float
     # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).
     latency_s: float
     latency_gpu_s: float
@@ -332,12 +335,6 @@ class Constants:
     all_to_all: float
     # Computation slows down beside communication: it loses multiprocessors and bandwidth.
     beside_communication: float
-    # Energy [J] of 10^12 operations in bf16, in FP8, of 10^9 bytes of memory; 0 where it was never
-    # measured. And the power [W] of a device that waits.
-    tflop_joules: float
-    low_tflop_joules: float
-    gb_joules: float
-    waiting_w: float
     # Energy [J] of 10^12 operations in bf16, in FP8, of 10^9 bytes of memory; 0 where it was never
     # measured. And the power [W] of a device that waits.
     tflop_joules: float

@@ -1,4 +1,4 @@
-"""By which way data goes from rank to rank, in NCCL's and RCCL's own words, and how fast that should be."""
+"""How data goes from rank to rank, by NCCL's and RCCL's own lines, and how fast that should be."""
 
 import contextlib
 import os

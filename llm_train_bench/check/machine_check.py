@@ -97,19 +97,18 @@ def failures_of(told: dict[str, Any]) -> Sequence[str]:
     """The lines of a survey's JSON that say what is slow."""
     units = told["units"]
     lines = [f"{unit['name']}: {text}" for unit in units for text in unit["failed"]]
-    slow = [link for link in told["links"] if link["slow"]]
     failed = [link for link in told["links"] if link["verdict"] == "fail"]
     if failed and len(failed) == len(told["links"]):  # it is the fabric, not a link
         cause = (
             told["cause"] if "TCP" in failed[0]["transport"] else "look at its cards and switches"
         )
         return [*lines, f"every link is too slow: {failed[0]['why']}: {cause}"]
-    names = [
-        f"the link between {units[a]['name']} and {units[b]['name']} is slow: {link['why']}"
-        for link in {id(x): x for x in (*slow, *failed)}.values()
-        for a, b in [link["units"]]
-    ]
-    return [*lines, *names]
+    by_node = {i for i, unit in enumerate(units) if any("sends" in text for text in unit["failed"])}
+    slow = [x for x in told["links"] if x["slow"] or (x in failed and not by_node & {*x["units"]})]
+    for link in slow:
+        a, b = (units[i]["name"] for i in link["units"])
+        lines.append(f"the link between {a} and {b} is slow: {link['why']}")
+    return lines
 
 
 def run_workload(w: Workload, ranks: int, directory: Path) -> tuple[Result | None, str]:

@@ -66,8 +66,8 @@ class Unit:
 class Link:
     """A pair of units, by their places in the survey, and its rate.
 
-    `nominal_gb_per_s`: that of its cards or its NVLink together, None where unknown. `verdict` is by that;
-    `slow`: beside the other links.
+    `nominal_gb_per_s`: that of its cards or its NVLink together, None where unknown; `verdict` is by
+    that. `slow`: beside the other links.
     """
 
     units: tuple[int, int]
@@ -179,7 +179,7 @@ def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
     for link in links:
         pairs = list(zip(*(units[i].ranks for i in link.units), strict=False))
         kinds = [kind for a, b in pairs if (kind := known[a][0].get(b) or known[b][0].get(a))]
-        link.transport = "gloo" if device.type == "cpu" else summary(kinds)
+        link.transport = summary(kinds) or ("gloo" if device.type == "cpu" else "")
         nominal = nominal_of(link.transport, device_called(result.device))
         link.nominal_gb_per_s = nominal and nominal * len(pairs)
     judge_survey(result)
@@ -187,7 +187,7 @@ def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
 
 
 def judge_survey(s: Survey) -> None:
-    """Mark slow nodes and links, in place, against the others and against the rates that they should have.
+    """Mark slow nodes and links, in place, by the others and by the rates that they should have.
 
     A link is slow by its rate. It is the node's fault if all links of the node are slow.
     """
@@ -213,7 +213,7 @@ def judge_survey(s: Survey) -> None:
 
 
 def survey_job(nproc: int | None, as_json: bool) -> int:
-    """Join the launcher's ranks, or start `nproc`; rank 0 prints. 0, 1 if something is slow, 5 if unsure."""
+    """Join the launcher's ranks, or start `nproc`; rank 0 prints. 0; 1 for a slow part; 5 if unsure."""
     ranks = find_ranks(os.environ)
     if ranks is None:
         n = nproc or (torch.cuda.device_count() if torch.cuda.is_available() else 2)

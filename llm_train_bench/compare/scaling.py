@@ -24,10 +24,12 @@ def scaling(rows: Sequence[Compared]) -> list[dict[str, Any]]:
     usable = [r for row in rows if not (r := row.record).invalid and r.rates and r.arguments]
     lines = []
     for (_, key), members in grouped(usable, lambda r: (r.suite, _alike(r))).items():
-        one = [r for r in members if r.arguments["script"] == Script.ONE]
-        scripts = grouped([r for r in members if r not in one], lambda r: r.arguments["script"])
+        scripts = grouped(members, lambda r: str((r.arguments or {}).get("script")))
+        one = scripts.pop(Script.ONE, [])
         for script, several in scripts.items():
-            found = {r.n_gpus: r for r in [*several, *one]}  # one device: by train.py, if it ran
+            found = {
+                r.n_gpus or 0: r for r in [*several, *one]
+            }  # one device: by train.py, if it ran
             if len(found) == 1:
                 continue
             base = found[min(found)]

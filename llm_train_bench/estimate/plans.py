@@ -117,9 +117,10 @@ def search(
 ) -> tuple[list[Layout], int, dict[str, int]]:
     """The ten fastest layouts that fit, best first; how many were tried, and why others fell out.
 
-    A layout is one of tp, cp, ep, pp and replicas, with the virtual stages, recomputation, micro batch
-    and format that make it fastest. `batch` has the flags `global_bsz` and `seq_len`. `make(flags,
-    script, gpus)` makes a step of flags, or raises UsageError. A bound on the time sorts out what
+    A layout is one of tp, ep, pp and replicas, with the cp (which shares out a rank's tokens as a smaller
+    micro batch does), virtual stages, recomputation, micro batch and format that make it fastest. `batch`
+    has the flags `global_bsz` and `seq_len`. `make(flags, script, gpus)` makes a step of flags, or raises
+    UsageError. A bound on the time sorts out what
     cannot be among the first; of the others the events are laid out.
     """
     limit, rough = (1 - FREE) * gpu.memory_gib * 2**30, []
@@ -156,7 +157,7 @@ def search(
         layout = Layout(
             script, flags, memory, verdict, speed, work.batch.tokens_per_step / speed.step_s
         )
-        key = str([script, *(flags.get(name) for name in ("tp", "cp", "ep", "pp", "dp_replicate"))])
+        key = str([script, *(flags.get(name) for name in ("tp", "ep", "pp", "dp_replicate"))])
         if key not in best or layout.tokens_per_sec > best[key].tokens_per_sec:
             best[key] = layout
     fitting = sorted(best.values(), key=lambda layout: -layout.tokens_per_sec)
@@ -180,7 +181,7 @@ def _largest(flags: dict[str, Any], script: Script, gpus: int, limit: float, mak
 
 def refuse_beside_plan(given: Mapping[str, Any]) -> None:
     """UsageError for a flag that --plan ignores, among those on the command line."""
-    for name in ("calibrate", "parallel"):
+    for name in ("calibrate", "parallel", "imbalance"):
         if name in given:
             raise UsageError(f"{flag_of(name)} is for one estimate; leave out --plan")
     for name in CHOSEN:
@@ -240,14 +241,25 @@ def show_layouts(
     best: list[Layout], lost: dict[str, int], gpu: Hardware, wanted: EstimateFlags
 ) -> None:
     """One kind of GPU's ten best, with time, memory and cost."""
-    table = markdown_table("setting", "tokens/s/GPU", "GiB", "days", "US$", "largest loss")
+    cost = (
+        ("days", "US$")
+        if wanted.tokens and gpu.usd_per_hour
+        else ("days",)
+        if wanted.tokens
+        else ()
+    )
+    table = markdown_table(
+        "setting", "tokens/s/GPU", "GiB", *cost, "lost most to", left=("lost most to",)
+    )
     for layout in best:
         days = wanted.tokens and wanted.tokens / layout.tokens_per_sec / 86400
         usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * wanted.gpus
         rate, memory = layout.tokens_per_sec / wanted.gpus, layout.memory / BYTES_PER_GIB
         need = f"{memory:,.1f}" + ("" if layout.verdict == VERDICTS[0] else ", may not fit")
-        cells = (f"{rate:,.0f}", need, number(days, ",.1f"), number(usd, ",.0f"))
-        table.add_row(layout.words(wanted.trainer_words), *cells, layout.loss())
+        costs = (number(days, ",.1f"), number(usd, ",.0f"))[: len(cost)]
+        table.add_row(
+            layout.words(wanted.trainer_words), f"{rate:,.0f}", need, *costs, layout.loss()
+        )
     show_whole(table)
     if not best:
         why = "fits" if any("does not fit" in reason for reason in lost) else "can be run"

@@ -31,7 +31,7 @@ from llm_train_bench.formulas.memory_model import (
     verdict_of,
 )
 from llm_train_bench.formulas.parameters import count_parameters
-from llm_train_bench.formulas.speed_model import estimate_speed
+from llm_train_bench.formulas.speed_model import estimate_speed, step_joules
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass
 from llm_train_bench.settings.flags import Args, Script, flag, given_fields, to_argv
@@ -39,8 +39,6 @@ from llm_train_bench.settings.plan import Plan, make_plan
 from llm_train_bench.settings.rules import refuse_foreign
 
 BYTES_PER_GIB = 2**30
-# Power of a busy GPU against its limit.
-BUSY = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +53,12 @@ class EstimateFlags:
     parallel: Script: train_fsdp.py, train_ddp.py, or train_pp.py (also set by --pp). By default train.py
         for one GPU, and train_fsdp.py for several.
     tokens: Tokens of the training run; also prints its days, energy and cost.
-    limit: Limits of one GPU: memory=GIB, or nic=GB/s of its network, one way.
-    trainer: Trainer that executes the step: ours, torchtitan, megatron, ... (configs/trainers.json), and
-        what it does otherwise: recipe=NAME, weights=, moments=, zero=, hide=, offload=, ... Other trainers
-        may have FP8 and LoRA in layouts where our scripts refuse them.
+    limit: Limits of one GPU: memory=GIB, power=W, or nic=GB/s of its network, one way.
+    trainer: Trainer that executes the step: ours, torchtitan, megatron, ... (configs/trainers.json). Then
+        what it does otherwise: recipe=NAME weights=bf16 moments=bf16 zero=2 hide=tp,ep recompute=mlp
+        offload=states ... Other trainers may have FP8 and LoRA in layouts where our scripts refuse them.
+    imbalance: With a learned router and --ep: rows of the fullest rank's experts / the mean. Runs print
+        it. By default 1.34.
     calibrate: Correct the estimate by the measurements in a run's result.json.
     plan: Find the fastest layout, recomputation, micro batch and FP8 setting, for one or several kinds
         of GPU, as in --gpu h100,mi300x.
@@ -72,6 +72,7 @@ class EstimateFlags:
     tokens: float | None = flag(None, above=0, at_most=1e16)
     limit: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
     trainer: tuple[str, ...] = flag(("ours",), metavar="NAME KEY=VALUE ...")
+    imbalance: float | None = flag(None, at_least=1, at_most=1e4)
     calibrate: str | None = flag(None, metavar="RESULT")
     plan: bool = flag(False)
     json: bool = flag(False)
@@ -95,10 +96,16 @@ def device_of(name: str, wanted: EstimateFlags) -> Hardware:
     except UsageError as error:
         raise UsageError(f"--gpu {error}") from None
     limits = limits_of(wanted.limit)
+    if limits.get("power", gpu.tdp_w) < gpu.tdp_w and not gpu.constants.tflop_joules:
+        raise UsageError(
+            f"--limit power: the energy of {gpu.name}'s operations was never measured; leave it out, or "
+            "--calibrate a run under this limit"
+        )
     return dataclasses.replace(
         gpu,
         memory_gib=limits.get("memory", gpu.memory_gib),
         nic_gb_per_s=limits.get("nic", gpu.nic_gb_per_s),
+        tdp_w=limits.get("power", gpu.tdp_w),
         per_node=wanted.per_node or gpu.per_node,
     )
 
@@ -108,8 +115,8 @@ def limits_of(texts: Iterable[str]) -> dict[str, float]:
     limits = {}
     for text in texts:
         key, _, value = text.partition("=")
-        if key not in ("memory", "nic") or not value:
-            raise UsageError(f"--limit {text}: must be memory=GIB or nic=GB/s")
+        if key not in ("memory", "nic", "power") or not value:
+            raise UsageError(f"--limit {text}: must be memory=GIB, power=W or nic=GB/s")
         try:
             limits[key] = parse_number(value, float)
         except ValueError:
@@ -143,6 +150,8 @@ class Estimate:
     tokens_per_sec: float
     tokens_per_sec_per_gpu: float
     mfu: float
+    watts: float | None
+    """Of a GPU: by its energy where that was measured, or its limit."""
     tokens_per_joule: float | None
     usd_per_million_tokens: float | None
     days: float | None
@@ -174,7 +183,11 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     per_second = batch.tokens_per_step / speed.step_s
     flops = step_flops_per_token(work, causal=False)
     price = plan.args.usd_per_hour or gpu.usd_per_hour
-    watts = BUSY * gpu.tdp_w * world
+    busy = speed.parts["memory-bound"] + speed.parts["optimizer"]
+    watts = gpu.tdp_w
+    if joules := step_joules(work, gpu, busy):
+        watts = min(watts, gpu.constants.waiting_w + joules / speed.step_s)
+    all_watts = watts * world
     seconds = wanted.tokens / per_second if wanted.tokens else None
     peak = (plan.args.peak_tflops or gpu.bf16_tflops) * 1e12
     return Estimate(
@@ -195,12 +208,13 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         tokens_per_sec=per_second,
         tokens_per_sec_per_gpu=per_second / world,
         mfu=per_second / world * flops / peak,
-        tokens_per_joule=per_second / watts if watts else None,
+        watts=watts or None,
+        tokens_per_joule=per_second / all_watts if watts else None,
         usd_per_million_tokens=price and price / 3600 * world / per_second * 1e6,
         days=seconds and seconds / 86400,
         usd=seconds and price and price * world * seconds / 3600,
-        kwh=seconds and watts and watts * seconds / 3.6e6,
-        accuracy=accuracy_of(gpu.name, bool(work.config.experts)),
+        kwh=seconds and all_watts and all_watts * seconds / 3.6e6,
+        accuracy=accuracy_of(gpu.name, bool(work.config.experts), bool(work.fp8)),
     )
 
 
@@ -222,6 +236,7 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     refuse_foreign(given_fields(words), script)
     device = device_of(gpu, args)
     has = {"memory_gib": device.memory_gib, "native_amp": device.native_amp}
+    has["imbalance"] = args.imbalance
     plan = plan_by(args.trainer_words, args, script, args.gpus, device.platform, **has)
     return make_estimate(plan, args, device)
 
@@ -285,10 +300,14 @@ def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]
 
 
 def scaled(gpu: Hardware, factor: float) -> Hardware:
-    """The same device with the rates of matmuls, attention, memory and launches times a factor."""
+    """The same device with the rates of matmuls, attention, memory and launches times a factor.
+
+    Under a power limit it needs so much less energy.
+    """
     now = gpu.constants
     rates = {"level": now.level * factor, "bandwidth": now.bandwidth * factor}
-    rates |= {"launch_s": now.launch_s / factor}
+    less = ("launch_s", "tflop_joules", "low_tflop_joules", "gb_joules")
+    rates |= {name: getattr(now, name) / factor for name in less}
     return dataclasses.replace(gpu, fitted=gpu.fitted | rates)
 
 
@@ -364,7 +383,10 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     if e.memory.host:
         row("memory of the host, for each", _gib(e.memory.host))
     row("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}")
-    accuracy = "unvalidated: fewer than 8 published rows of such a device and model"
+    if work.imbalance > 1:
+        known = "" if work.rows_over_mean else " (assumed; --imbalance changes it)"
+        row("rows of the fullest ep rank / the mean", f"{work.imbalance:g}{known}")
+    accuracy = "unvalidated: fewer than 8 published rows of such a device, model and format"
     if wanted.calibrate:
         accuracy = "calibrated by one run; not validated"
     elif e.accuracy:
@@ -372,7 +394,7 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         accuracy = f"± {part:.0%}: 80 % of {n} published rows not used in fitting"
     row("how far that may be off", accuracy)
     row("MFU (palm)", f"{e.mfu:.1%}")
-    row(f"tokens/J (at {BUSY:.0%} of the power limit)", number(e.tokens_per_joule, ".2f"))
+    row(f"tokens/J (at {number(e.watts, '.0f')} W)", number(e.tokens_per_joule, ".2f"))
     if e.usd_per_million_tokens is not None:
         row("US$ per million tokens", f"{e.usd_per_million_tokens:.4f}")
     if e.days is not None:

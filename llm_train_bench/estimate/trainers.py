@@ -35,8 +35,8 @@ def find_trainer(words: str, fp8_recipe: str | None = None) -> Trainer:
     entry, given = _entries()[name], {}
     for word in more:
         key, equals, value = word.partition("=")
-        if not equals or key not in {*_kinds(), "recipe"} - {"level"}:
-            known = ", ".join(sorted({*_kinds(), "recipe"} - {"level"}))
+        if not equals or key not in {*_kinds(), "recipe"} - {"levels"}:
+            known = ", ".join(sorted({*_kinds(), "recipe"} - {"levels"}))
             raise UsageError(f"--trainer {name} {word}: must be KEY=VALUE; keys are {known}")
         given[key] = value
     recipes = entry.get("recipes", {})
@@ -51,7 +51,7 @@ def find_trainer(words: str, fp8_recipe: str | None = None) -> Trainer:
     if not choices:
         return OUR_TRAINER
     choices["hide"] = tuple(choices.get("hide", ()))
-    return Trainer(**choices, level=entry.get("level", 1.0))
+    return Trainer(**choices, levels=tuple(entry.get("levels", {}).items()))
 
 
 def _kinds() -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _plan_by(words: str, args: Args, script: Script, *others: Any, **more: Any) 
 
 
 def _staged(args: Args, trainer: Trainer, script: Script, *others: Any, **more: Any) -> Plan:
-    """The plan; of a trainer whose `ends_are_layers`, with stages of one size if that is how they add up."""
+    """The plan; of a trainer whose `ends_are_layers`, with stages of one size where that adds up."""
     if args.pp and trainer.ends_are_layers and not args.pp_layers:
         simple = dataclasses.replace(args, pp_virtual=1)
         plan = make_plan(check(simple, script), script, *others, **more)

@@ -51,8 +51,8 @@ class MemoryEstimate:
         return (self.peak + self.apart) * (1 + GAPS) + outside * 2**30
 
 
-# Verdicts, and the parts of a device's memory up to which they hold: of our own steps, where the formula is
-# within a tenth of what a trace counts; and of others. Those are from the first half of
+# Verdicts, and the parts of a device's memory up to which they hold: of our own steps, where the formula
+# is within a tenth of what a trace counts; and of others. Those are from the first half of
 # benchmarks/memory-reports.json and the fitting rows: 2 of 38 reports of OOM needed less than 0.7, and
 # 5 of 333 settings that ran more than 1.2.
 VERDICTS = ("fits", "may not fit", "does not fit")

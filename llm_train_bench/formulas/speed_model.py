@@ -81,7 +81,7 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
 
 
 def step_joules(work: Work, gpu: Hardware, memory_s: float) -> float:
-    """Energy of a step on a device, beyond that of waiting [J]; 0 where the device's constants are unknown.
+    """Energy of a step on a device, beyond that of waiting [J]; 0 where the device's is not known.
 
     Of operations and of bytes: those of `memory_s` seconds at memory's rate, and of matmuls. The backward
     of attention computes its scores again.
@@ -185,7 +185,8 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
         routing = c.kernels_fused if work.trainer.fused_routing else c.kernels_modules
         routing *= work.trainer.graphs == "none"
         # A loop in C++ launches those of experts.
-        of_experts = c.kernels_expert * config.experts.number / work.parallelism.ep
+        each = c.kernels_expert_low if work.fp8 else c.kernels_expert
+        of_experts = each * config.experts.number / work.parallelism.ep
         routing += of_experts * c.launch_s / c.launch_eager_s
     each = c.launch_s
     if not c.serial_host and (modules or not work.compiled):
@@ -257,11 +258,16 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
         for weight in config.matrices(same[0]):
             number = weight.shape[0] if weight.of_experts else 1
             flops += len(same) * number * muon_flops(weight)
-    rate = _bf16_tflops(gpu) * 1e12 * c.level * work.trainer.level * c.sustained
+    rate = _bf16_tflops(gpu) * 1e12 * _level(work, gpu) * c.sustained
     ranks = work.parallelism.shards if work.fsdp else 1
     size = 2 * muon_numbers(work, 0) if ranks > 1 else 0.0
     moving = 2 * collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
     return flops / ranks / rate + moving
+
+
+def _level(work: Work, gpu: Hardware) -> float:
+    """What matmuls and attention reach of their rates, by the device and by the trainer."""
+    return gpu.constants.level * (work.trainer.level_on(gpu.name) if work.trainer.levels else 1.0)
 
 
 def _bf16_tflops(gpu: Hardware) -> float:
@@ -359,7 +365,7 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
         rate /= 2 if work.amp == "off" else 1  # TF32 has half the rate
     efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
-    rate *= 1e12 * c.level * work.trainer.level * c.sustained * efficiency
+    rate *= 1e12 * _level(work, gpu) * c.sustained * efficiency
     seconds = max(2 * m * n * k / rate, moved / gpu.memory_rate)
     if fp8 and work.trainer.modules:
         # Other kernels write inputs in 8 bits. Of the three matmuls, gradients are read once and written
@@ -379,7 +385,7 @@ GROUPED_ROWS = 128
 
 
 def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float, float]:
-    """Forward seconds of a block's matmuls, of its MLP's, and of its MLP's last; backward ones take twice."""
+    """Forward seconds of a block's matmuls, of its MLP's, and of the last; a backward takes two."""
     low = work.fp8.layers if work.fp8 else ()
     every = bool(work.fp8) and work.trainer.modules
     seconds = mlp = last = 0.0
@@ -428,7 +434,7 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         parts = c.cudnn_forward, c.cudnn_backward
     else:
         parts = c.attention_forward, c.attention_backward
-    rate = gpu.bf16_tflops * 1e12 * c.level * work.trainer.level
+    rate = gpu.bf16_tflops * 1e12 * _level(work, gpu)
     rate *= head * keys / (keys + c.half_keys) * (FLASH1 if kernel == "flash1" else 1.0)
     if amp == "off":  # kernels without tensor cores, unless TF32 is allowed
         rate /= gpu.bf16_tflops / (gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops)

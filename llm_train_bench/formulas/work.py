@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from llm_train_bench.base.hardware import family_of
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.options import USUAL_OPTIONS, AttentionKernel, ModelOptions
@@ -221,13 +222,21 @@ class Trainer:
     offload: Literal["none", "states", "activations"] = "none"
     """What is in the host's memory: the optimizer's state, whose transfers are not counted, or all that
     blocks keep for the backward."""
-    level: float = 1.0
-    """The rates of its kernels over those of others on the same device (benchmarks/fit_estimate.py)."""
+    levels: tuple[tuple[str, float], ...] = ()
+    """The rates of its kernels over those of others, by families of devices; of others by the name "".
+
+    benchmarks/fit_estimate.py chooses them.
+    """
 
     @property
     def modules(self) -> bool:
         """Whether layers are Transformer Engine's modules."""
         return self.layers == "te"
+
+    def level_on(self, device: str) -> float:
+        """The rates of its kernels over those of others on the device of that name."""
+        levels = dict(self.levels)
+        return levels.get(family_of(device), levels.get("", 1.0))
 
 
 OUR_TRAINER = Trainer()
