@@ -40,7 +40,9 @@ RANGES = {
     "launch_grace_s": (3.5e-5, 1.7e-5, 6e-5),
     "all_to_all": (0.6, 0.3, 0.95),
 }
-ARCHITECTURE, DEVICE, TRAINER, TRAINER_ON = 0.1, 0.05, 0.1, 0.2
+# A wide level is that of an architecture on which several trainers ran; elsewhere nobody knows whether
+# device or trainer is slow, and it is the trainer's. Leaving out sources of fitting rows chose NARROW.
+WIDE, NARROW, SEVERAL = 0.3, 0.05, 3
 ROW, SOURCE = 0.10, 0.09
 GRACE = ("GB", "GH")
 # Values are rounded to so many digits, so that another machine finds the same.
@@ -86,16 +88,24 @@ def loss_of(step: Step, values: dict[str, float]) -> float:
     return step.weight * math.log1p((math.log(error) / ROW) ** 2 / 2)
 
 
-def prior_of(name: str, value: float, steps: list[Step]) -> float:
+def spreads_of(steps: list[Step]) -> dict[str, float]:
+    """How far each level may lie from 1 [standard deviations of its logarithm]."""
+    found = {}
+    for family in {step.levels[0] for step in steps}:
+        here = [step for step in steps if step.levels[0] == family]
+        several = len({step.levels[2] for step in here}) >= SEVERAL
+        of_family, of_trainer = (WIDE, NARROW) if several else (NARROW, WIDE)
+        for step in here:
+            found |= dict(zip(step.levels, (of_family, NARROW, NARROW, of_trainer), strict=True))
+    return found
+
+
+def prior_of(name: str, value: float, spreads: dict[str, float]) -> float:
     """What a level costs by its distance from 1; constants have their range alone."""
     if name in RANGES:
         _, low, high = RANGES[name]
         return 0.0 if low <= value <= high else math.inf
-    spreads = (ARCHITECTURE, DEVICE, TRAINER, TRAINER_ON)
-    spread = next(
-        x for step in steps for x, who in zip(spreads, step.levels, strict=True) if who == name
-    )
-    return (math.log(value) / spread) ** 2 / 2
+    return (math.log(value) / spreads[name]) ** 2 / 2
 
 
 def rounded(value: float) -> float:
@@ -110,14 +120,15 @@ def fit(
     The factor by which it moves gets smaller with each sweep.
     """
     values, losses = dict(values), [loss_of(step, values) for step in steps]
+    spreads = spreads_of(steps)
     for sweep in range(sweeps):
         factor = 1 + 0.1 / 1.8**sweep
         for name, move in itertools.product(names or list(values), (factor, 1 / factor)):
             touched = [i for i, s in enumerate(steps) if name in (*RANGES, *s.levels)]
             while True:
-                now = sum(losses[i] for i in touched) + prior_of(name, values[name], steps)
+                now = sum(losses[i] for i in touched) + prior_of(name, values[name], spreads)
                 tried = values | {name: rounded(values[name] * move)}
-                if (prior := prior_of(name, tried[name], steps)) == math.inf:
+                if (prior := prior_of(name, tried[name], spreads)) == math.inf:
                     break
                 new = {i: loss_of(steps[i], tried) for i in touched}
                 if sum(new.values()) + prior >= now - 1e-4:

@@ -49,10 +49,10 @@ def ddp_bytes(weights: Sequence[Weight], work: Work) -> dict[str, int]:
         return {}
     numbers = sum(math.prod(weight.shape) for weight in weights)
     moved = {"all_reduce": numbers * work.reduce_bytes}
-    if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
+    if work.shares_states and work.pass_type == "step":  # the updated shares, rows padded
         shapes = (weight.shape for weight in weights)
         padded = (-(-rows // work.world) * work.world * math.prod(rest) for rows, *rest in shapes)
-        moved["all_gather"] = 4 * sum(padded)
+        moved["all_gather"] = work.weight_bytes * sum(padded)
     return moved
 
 

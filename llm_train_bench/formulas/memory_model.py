@@ -204,12 +204,11 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     """Bytes of this rank's parameters, gradients and optimizer state."""
     trainer, each, lora = work.trainer, work.weight_bytes, work.lora
     copies = trainer.weights.startswith("master")
-    zero1 = work.ddp is not None and work.ddp.zero1
     state = work.state_bytes + 4 * (work.state_bytes > 0 and copies)
     state *= trainer.offload != "states"
     if lora:  # adapters, in fp32, are all that is learnt
         learnt = lora.numbers(sizes.layers) / work.parallelism.shards
-        share = 1 / work.world if zero1 else 1
+        share = 1 / work.world if work.shares_states else 1
         base = sizes.whole if work.fsdp and trainer.zero < 3 else sizes.held
         gradients = 4.0 * learnt * work.trains
         return lora.base_bytes * base + 4 * learnt, gradients, state * learnt * share
@@ -222,8 +221,8 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
         own = sizes.held / work.parallelism.dp_replicate if trainer.zero else sizes.whole
         return each * sizes.whole, gradients, state * own
     # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
-    share = 1 / work.world if zero1 or (work.ddp and trainer.zero in (1, 2)) else 1
-    copies = 4 * sizes.held * share if zero1 and state else 0.0
+    share = 1 / work.world if work.shares_states else 1
+    copies = 4 * sizes.held * share if work.ddp and work.ddp.zero1 and state else 0.0
     return each * sizes.held + copies, gradients, state * sizes.held * share
 
 

@@ -153,7 +153,7 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
     units, after = {}, 0.0
     if work.fsdp:
         units = unit_times(work, gpu, pp_rank)
-    elif work.ddp and work.ddp.zero1 and work.pass_type == "step":
+    elif work.shares_states and work.pass_type == "step":
         size = ddp_bytes(_learnt(work), work).get("all_gather", 0)
         after = collective_time("all_gather", size, work.world, gpu.per_node, gpu)
     pieces = Pieces(
@@ -245,7 +245,7 @@ def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
     weight = work.weight_bytes
     each = 3 * weight + 2 * work.state_bytes
     each += 8 * (work.trainer.weights == "master")
-    share = 1 / work.world if work.ddp and work.ddp.zero1 else 1
+    share = 1 / work.world if work.shares_states else 1
     return (each * share + 3 * weight) * numbers / gpu.memory_rate + _muon_time(work, gpu)
 
 

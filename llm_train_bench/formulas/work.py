@@ -339,6 +339,11 @@ class Work:
         return self.fsdp is not None and self.fsdp.cpu_offload
 
     @property
+    def shares_states(self) -> bool:
+        """Whether DDP's ranks share the optimizer's state: by --zero1, or as the trainer does."""
+        return self.ddp is not None and (self.ddp.zero1 or self.trainer.zero in (1, 2))
+
+    @property
     def reduce_bytes(self) -> int:
         """Bytes of a reduced gradient's number."""
         options = self.fsdp or self.ddp
