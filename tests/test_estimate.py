@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import re
 import statistics
 from unittest import mock
@@ -23,6 +24,7 @@ from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
 from llm_train_bench.estimate.predict import EstimateFlags, make_estimate
+from llm_train_bench.estimate.trainers import find_trainer
 from llm_train_bench.formulas import memory_model, speed_model, step_events
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_weights
 from llm_train_bench.formulas.flops import step_flops_per_token
@@ -293,15 +295,17 @@ def errors_once():
 def test_accuracy_is_that_of_the_held_rows():
     """What estimate.py prints: four of five held errors lie in the range, and of a source left out
     too."""
-    for (family, experts), values in grouped(held_rows(), published.range_group).items():
-        name = next(r["gpu"] for r in held_rows() if family_of(r["gpu"]) == family)
-        accuracy = accuracy_of(name, experts == "experts")
-        if len(values) < published.VALIDATED:
-            assert accuracy is None
-            continue
-        assert accuracy["rows"] == len(values)
-        assert accuracy["covers_80"] == pytest.approx(covering(values), abs=1e-3)
-        assert sum(abs(v) <= accuracy["covers_80"] + 1e-3 for v in values) >= 0.8 * len(values)
+    for low, kind in ((None, None), (False, "bf16"), (True, "FP8")):
+        rows = [r for r in held_rows() if kind in (None, published.format_of(r))]
+        for (family, experts), values in grouped(rows, published.range_group).items():
+            name = next(r["gpu"] for r in rows if family_of(r["gpu"]) == family)
+            accuracy = accuracy_of(name, experts == "experts", low)
+            if len(values) < published.VALIDATED:
+                assert accuracy is None
+                continue
+            assert accuracy["rows"] == len(values)
+            assert accuracy["covers_80"] == pytest.approx(covering(values), abs=1e-3)
+            assert sum(abs(v) <= accuracy["covers_80"] + 1e-3 for v in values) >= 0.8 * len(values)
     inside, number = published.coverage(held_rows())
     assert number >= 150 and 0.76 <= inside / number <= 0.88
     assert accuracy_of("V100 SXM 32GB", False) is None
@@ -309,14 +313,11 @@ def test_accuracy_is_that_of_the_held_rows():
 
 @pytest.mark.usefixtures("errors_once")
 def test_published_steps_are_met():
-    """The page's figures; and without its trainer's preset a row is estimated worse."""
-    page = (ROOT / "docs/ESTIMATES.md").read_text(encoding="utf-8")
-    rows = held_rows()
-    for trainer, values in grouped(rows, lambda row: row["trainer"]).items():
-        median = f"{statistics.median(map(abs, values)):.1%}"
-        assert f"| {trainer} | {len(values)} | {median} | {covering(values):.0%} |" in page, trainer
-    median = statistics.median(map(abs, published.errors(rows)))
-    assert f"{len(rows)} held rows is {median:.1%}" in page and median < 0.13
+    """The page has their tables; and without its trainer's preset a row is estimated worse."""
+    page, rows = published.PAGE.read_text(encoding="utf-8"), held_rows()
+    numbers = lambda text: [float(x) for x in re.findall(r"\d+\.?\d*", text)]  # noqa: E731
+    assert numbers(page) == pytest.approx(numbers(published.written(page, published.tables())))
+    assert statistics.median(map(abs, published.errors(rows))) < 0.12
     dense = [r for r in rows if r["trainer"] == "megatron" and "--ep" not in r["flags"]]
     plain = [r | {"trainer": "nanogpt"} for r in dense]
     presets, none = (statistics.median(map(abs, published.errors(x))) for x in (dense, plain))
@@ -324,28 +325,29 @@ def test_published_steps_are_met():
 
 
 def test_verdicts_on_memory_are_right_in_nineteen_of_twenty():
-    """Of rows and reports that had no part in choosing the margins; 6 % here, and the page says why."""
+    """Of rows and reports that had no part in choosing the margins."""
     held = [row for row in published_rows("hold") if not row.get("no_memory")]
     reports = json.loads((ROOT / "benchmarks/memory-reports.json").read_text(encoding="utf-8"))
     chosen = [r for r in reports["reports"] if r["split"] == "hold"]
     ran = published.verdicts(map(published.step_of, held))
     ran += published.verdicts(published.reported_step(r) for r in chosen if not r["oom"])
     oom = published.verdicts(published.reported_step(r) for r in chosen if r["oom"])
-    assert ran["does not fit"] <= 0.06 * ran.total() and ran.total() >= 200
+    assert ran["does not fit"] <= 0.05 * ran.total() and ran.total() >= 400
     assert oom["fits"] <= 0.05 * oom.total() and oom.total() >= 20
-    assert oom["does not fit"] > 0.5 * oom.total() and ran["fits"] > 0.35 * ran.total()
+    assert oom["does not fit"] > 0.45 * oom.total() and ran["fits"] > 0.35 * ran.total()
 
 
 def test_constants_are_what_the_fitting_rows_give():
-    """One device and its architecture anew, from the rows alone; benchmarks/fit_estimate.py does all."""
-    steps = [s for s in fit_estimate.fitting_steps() if s.family in ("Ada", "MI300X, MI325X")]
+    """Two architectures anew, from their rows alone; benchmarks/fit_estimate.py does all."""
+    steps = [s for s in fit_estimate.fitting_steps() if s.levels[0] in ("Ada", "MI300X, MI325X")]
     now = dataclasses.asdict(constants())
     start = fit_estimate.start_of(steps) | {name: now[name] for name in fit_estimate.RANGES}
     levels = start.keys() - fit_estimate.RANGES.keys()
     values = fit_estimate.fit(steps, start, sorted(levels))
-    for name in ("RTX 4090", "MI300X"):
-        level = values[family_of(name)] * values[name]
-        assert find_hardware(name).fitted["level"] == pytest.approx(level, rel=0.02)
+    for step in steps:
+        level = math.prod(values[name] for name in step.levels)
+        found = step.gpu.fitted["level"] * step.work.trainer.level_on(step.gpu.name)
+        assert found == pytest.approx(level, rel=0.04), step.levels
 
 
 def test_a_plan_s_best_is_what_the_estimate_says_of_it(output_of, estimated):
@@ -357,6 +359,12 @@ def test_a_plan_s_best_is_what_the_estimate_says_of_it(output_of, estimated):
     rows = [line.split("|")[1:-1] for line in first.splitlines() if line.startswith("| train")]
     rates = [int(row[1].replace(",", "")) for row in rows]
     assert len(rows) == 10 and rates == sorted(rates, reverse=True)
+    # Ten layouts: one with another --cp is none; and no cost of an unknown number of tokens.
+    assert (
+        len({re.sub(r"--(?!tp|ep|pp |dp)\S+( [\d/a-z]+)?", "", row[0]).strip() for row in rows})
+        == 10
+    )
+    assert "days" not in text and "US$" not in text
     assert all(float(row[2]) <= 0.9 * 79.1 for row in rows)
     script, *flags = rows[0][0].split()
     kind = {"train_ddp.py": "ddp", "train_fsdp.py": "fsdp", "train_pp.py": "pp"}[script]
@@ -579,7 +587,7 @@ def test_what_other_trainers_keep(estimated):
         "--trainer megatron": 16,
         "--gpus 8 --trainer megatron": 2 + 2 + 12 / 8,
         "--gpus 8 --parallel ddp --trainer megatron-lm": 2 + 4 + 12 / 8,
-        "--gpus 8 --trainer llama3": 2 + 16 / 8,
+        "--gpus 8 --trainer megatron-2021 zero=2": 2 + 16 / 8,
     }.items():
         assert memory(flags)[1] == pytest.approx(size * n, rel=0.001), flags
     offloaded, on_device = memory("--gpus 8 --cpu-offload")
@@ -590,6 +598,94 @@ def test_what_other_trainers_keep(estimated):
     op, every_other = "--sac-freq 1/1 --sac-policy op", "--trainer torchtitan"
     ours, theirs = (memory(f"{op} {flags}")[0]["activations"] for flags in ("", every_other))
     assert 0.5 < theirs / ours < 0.8
+
+
+def test_a_trainers_choices_on_the_command_line(estimated):
+    """The newest recipe, a named one, what follows from a recipe of FP8, and what is said besides."""
+    newest, older = find_trainer("megatron"), find_trainer("megatron recipe=alltoall")
+    assert (newest.rows_once, newest.graphs, older.rows_once, older.graphs) == (
+        True,
+        "part",
+        False,
+        "none",
+    )
+    assert find_trainer("megatron", "mxfp8").graphs == "full"
+    assert find_trainer("megatron recipe=hybridep", "mxfp8") == find_trainer("megatron")
+    said = find_trainer("megatron zero=2 hide=tp,ep moments=8bit offload=states prefetch=false")
+    assert (said.zero, said.hide, said.moments, said.offload) == (2, ("tp", "ep"), "8bit", "states")
+    assert (
+        not said.prefetch
+        and said.weights == "master-bf16"
+        and find_trainer("megatron hide=").hide == ()
+    )
+    flags = "--gpu h100 --gpus 8 --bsz 1 --seq-len 4096 --trainer fsdp"
+    memory = lambda words: estimated(LLAMA, flags, words)["memory"]  # noqa: E731
+    assert memory("")["optimizer"] == 2 * memory("moments=bf16")["optimizer"] > 0
+    assert memory("offload=states")["optimizer"] == 0
+    assert memory("offload=activations")["activations"] < memory("")["activations"]
+    op = "--sac-freq 1/1 --sac-policy op"
+    kept = [
+        estimated(LLAMA, flags, word, op)["memory"]["activations"] for word in ("recompute=mlp", "")
+    ]
+    assert kept[0] < 0.7 * kept[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("zero=9", "zero=9: 9 is none of 0, 1, 2, 3"), ("hide=tp,dp", "dp is none of tp, cp, ep"),
+     ("speed=2", "speed=2: must be KEY=VALUE; keys are attention, "),
+     ("fast", "fast: must be KEY=VALUE"), ("levels=1", "must be KEY=VALUE"),
+     ("recipe=2019", "recipe=2019: unknown; its recipes are hybridep, "),
+     ("--fp8-all-gather --use-fp8", "--fp8-all-gather --trainer megatron: is known of our own"),
+     ("--imbalance 2", "--imbalance: is for a learned router with --ep"),
+     ("--imbalance 0.5", "--imbalance 0.5: must be at least 1")],
+)  # fmt: skip
+def test_choices_of_a_trainer_that_cannot_be(words, message, refused):
+    argv = f"{LLAMA} --gpu h100 --gpus 8 --seq-len 4096 --trainer megatron {words}"
+    refused(estimate.main, message, argv)
+
+
+def test_stages_of_megatron_count_embedding_and_loss(estimated, refused):
+    """126 blocks and these two are 128 stages; ours are of blocks alone."""
+    flags = ("configs/llama-3.1-405b.json --gpu h100 --gpus 1024 --tp 8 --pp 16 --pp-virtual 8 "
+             "--bsz 1 --global-bsz 256 --seq-len 8192 --sac-freq 1/1 --use-fp8")  # fmt: skip
+    refused(estimate.main, "has only 126 blocks", flags.replace(" --use-fp8", ""))
+    whole = estimated(flags, "--trainer megatron")
+    uneven = estimated(flags.replace("--pp-virtual 8", "--pp-virtual 7"), "--trainer megatron")
+    assert whole["step_s"] < 0.95 * uneven["step_s"]
+
+
+def test_a_learned_router_waits_for_the_fullest_rank(estimated, output_of):
+    """As long as `--imbalance` says: tokens of a step that are balanced take the shortest."""
+    flags = (
+        "configs/qwen3-30b-a3b.json --gpu h100 --gpus 8 --ep 8 --bsz 1 --seq-len 4096 --pt-compile"
+    )
+    step = lambda more: estimated(flags, more)["step_s"]  # noqa: E731
+    balanced, one, usual, twice = map(
+        step, ("--route balanced", "--imbalance 1", "", "--imbalance 2")
+    )
+    assert one < step("--imbalance 1.34") == usual < twice < 2 * one
+    assert balanced <= one  # and a token goes to fewer ranks
+    assert "1.34 (assumed; --imbalance changes it)" in output_of(estimate.main, flags)
+    # One rank with all experts waits for nobody.
+    alone = flags.replace("--ep 8 ", "")
+    assert "assumed" not in output_of(estimate.main, alone)
+
+
+def test_a_power_limit_bounds_a_step(estimated, refused):
+    """Our own run on a fourth H200, which chose no constant: 0.9132 s at 700 W."""
+    flags = f"{LLAMA} --layers 16 --gpu h200 --bsz 5 --seq-len 4096 --pt-compile"
+    full, less = estimated(flags), estimated(flags, "--limit power=500")
+    assert full["step_s"] == pytest.approx(0.9132, rel=0.05) and full["watts"] == pytest.approx(700)
+    assert less["step_s"] / full["step_s"] == pytest.approx(550 / 350) and less["watts"] == 500
+    more = estimated(flags, "--limit power=10000")["parts_s"]
+    assert full["parts_s"]["power limit"] > 0 == more["power limit"]
+    parts = {k: v for k, v in less["parts_s"].items() if k != "hidden communication"}
+    assert sum(parts.values()) == pytest.approx(less["step_s"])
+    message = "the energy of A100 SXM 80GB's operations was never measured"
+    refused(estimate.main, message, flags.replace("h200", "a100"), "--limit power=250")
+    small = estimated("configs/gpt2-125m.json --gpu h200 --bsz 1")  # it waits for the host
+    assert small["watts"] < 400 and small["parts_s"]["power limit"] == 0
 
 
 def test_one_gpu_is_estimated_for_the_script_that_is_asked_for(estimated):
