@@ -114,9 +114,9 @@ each = @failed=; for name in $(2); do echo "== $$name"; case $$name in \
 	*) $(1) benchmarks/$$name.py;; esac || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 FORMATS = gpt2-125m:128:1024 gpt2-1.5b:32:1024 llama-3.1-8b:8:4096 llama-8b-16:5:4096 llama-70b-proxy:4:4096
-GPU_BENCHES = gemm numerics overhead recompute:gpt2-1.5b:16:1024 recompute:llama-70b-proxy:2:4096 \
+GPU_BENCHES = gemm numerics recompute:gpt2-1.5b:16:1024 recompute:llama-70b-proxy:2:4096 \
   $(FORMATS:%=number-formats:%)
-BENCHES = overhead numerics gemm recompute:llama-tiny:4:256
+BENCHES = numerics gemm recompute:llama-tiny:4:256
 
 # With a Python that has torch for CUDA or ROCm: make on-gpu PY=python3 PARTS="mission peers" MINUTES=9 OUT=folder.
 PY ?= $(BIN)/python

@@ -42,7 +42,7 @@ RANGES = {
 }
 # A wide level is that of an architecture on which several trainers ran; elsewhere nobody knows whether
 # device or trainer is slow, and it is the trainer's. Leaving out sources of fitting rows chose NARROW.
-WIDE, NARROW, SEVERAL = 0.3, 0.05, 3
+WIDE, NARROW, SEVERAL = 0.3, 0.05, 2
 ROW, SOURCE = 0.10, 0.09
 GRACE = ("GB", "GH")
 # Values are rounded to so many digits, so that another machine finds the same.

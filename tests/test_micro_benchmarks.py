@@ -12,22 +12,9 @@ import pytest
 import torch
 
 from benchmarks import on_gpu, peers
-from llm_train_bench.base.hardware import devices, find_hardware
-from llm_train_bench.check.collective_rates import COLLECTIVES
 from llm_train_bench.formulas.memory_model import estimate_memory
 from tests.helpers import ROOT, plan_of, write_config
 from tests.processes import forked
-
-
-def test_collectives_run_and_estimates_take_their_rate(own_hardware):
-    own, flags = own_hardware(), "--device cpu --mib 0.01 1 --rounds 1 --no-save --hardware h100"
-    done = forked("benchmarks/collectives.py --nproc 2", flags)
-    assert all(done.stdout.count(kind) == 2 for kind in COLLECTIVES)
-    (entry,) = json.loads(own.read_text())["devices"]
-    devices.cache_clear()
-    found = find_hardware("h100")
-    assert found.ring_gb_per_s == entry["ring_gb_per_s"] < 100
-    assert found.bf16_tflops == 989.4 and found.fitted and found.fp8_tflops
 
 
 @pytest.fixture(params=[80, 140])
