@@ -32,13 +32,13 @@ from llm_train_bench.formulas.work import Work
 # Where constants start, and their ranges; and the spread of levels, of rows and of sources (of
 # logarithms). All were chosen beforehand. `launch_grace_s` is `launch_eager_s` of devices with that CPU.
 RANGES = {
-    "bandwidth": (0.72, 0.5, 0.95),
-    "kernels_fused": (200.0, 20, 600),
-    "kernels_modules": (650.0, 100, 1000),
+    "bandwidth": (0.8, 0.5, 0.95),
+    "kernels_fused": (290.0, 20, 600),
+    "kernels_modules": (830.0, 100, 1000),
     "kernels_expert": (20.0, 2, 200),
-    "kernels_expert_low": (60.0, 2, 200),
+    "kernels_expert_low": (90.0, 2, 200),
     "launch_grace_s": (3.5e-5, 1.7e-5, 6e-5),
-    "all_to_all": (0.6, 0.3, 0.95),
+    "all_to_all": (0.7, 0.3, 0.95),
 }
 # A wide level is that of an architecture on which several trainers ran; elsewhere nobody knows whether
 # device or trainer is slow, and it is the trainer's. Leaving out sources of fitting rows chose NARROW.

@@ -305,8 +305,12 @@ class Constants:
     # Mean keys per query, and head size, that halve the efficiency of attention kernels.
     half_keys: float
     half_head: float
-    # Part of the memory bandwidth that elementwise kernels reach.
+    # Part of the memory bandwidth that elementwise kernels reach; and of that, what layer norms, loss and
+    # optimizer reach (traces of our runs on two H200s, 2026-11-26).
     bandwidth: float
+    layer_norms: float
+    losses: float
+    optimizers: float
     # Time to launch a kernel [s] from compiled code, and from Python (our GPT-2 125M on an H200: 20 ms
     # for 14 x 85); and kernels of a block's forward and backward.
     launch_s: float

@@ -246,7 +246,8 @@ def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
     each = 3 * weight + 2 * work.state_bytes
     each += 8 * (work.trainer.weights == "master")
     share = 1 / work.world if work.shares_states else 1
-    return (each * share + 3 * weight) * numbers / gpu.memory_rate + _muon_time(work, gpu)
+    moved = (each * share + 3 * weight) * numbers
+    return moved / (gpu.memory_rate * gpu.constants.optimizers) + _muon_time(work, gpu)
 
 
 def _muon_time(work: Work, gpu: Hardware) -> float:
@@ -294,7 +295,7 @@ def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTim
     again, policy = layer in work.recompute.blocks, work.recompute.policy
     block, mlp, last = _block_matmuls(work, layer, gpu)
     forward, backward = _attention(work, layer, gpu)
-    moved = block_bytes(work, layer) / gpu.memory_rate
+    moved = block_bytes(work, layer, gpu.constants.layer_norms) / gpu.memory_rate
     if not work.trains:
         return PartTime(block, forward, moved), PartTime(0.0, 0.0, 0.0)
     # Recomputing stops before the last matmul, whose output no gradient needs.
@@ -319,7 +320,7 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     eager = 26 if work.matmul_bytes == 2 else 32  # bytes a logit of the loss and its gradient
     loss = work.own_tokens * rows * (8 if work.compiled else eager)
     passes = PASS_FORWARDS[work.pass_type] - bool(work.lora and work.trains)
-    return passes * one, loss / gpu.memory_rate
+    return passes * one, loss / (gpu.memory_rate * gpu.constants.losses)
 
 
 def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float]:
@@ -441,8 +442,11 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
 
 
-def block_bytes(work: Work, layer: int) -> float:
-    """Bytes that a block's forward moves outside of matmuls and attention."""
+def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
+    """Bytes that a block's forward moves outside of matmuls and attention.
+
+    Those of layer norms count as 1 / `layer_norms` times as many, since they are so much slower.
+    """
     config, w = work.config, work.matmul_bytes
     spec, e, tp = config.layers[layer], config.experts_of(layer), work.parallelism.tp
     d, f = config.hidden_size, config.intermediate_size / tp
@@ -451,6 +455,7 @@ def block_bytes(work: Work, layer: int) -> float:
     # Plain: to fp32, square, mean, scale, back, weigh: 34 bytes of a number in bf16.
     eager = 3 + (2 if work.trainer.norms == "fused" else 17)
     norms = spec.norms * (4 if work.compiled else eager) * d
+    norms /= 1.0 if config.rms_norm else layer_norms
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
     gated = 3 if work.compiled else 5
     heads = 0 if spec.rope is None else rope * (a + kv)
