@@ -266,6 +266,8 @@ def tables() -> dict[str, str]:
     both = {name: list(zip(*found, strict=True)) for name, found in pairs.items()}
     medians = [[name, str(len(pairs[name])), *(f"{statistics.median(map(abs, e)):.1%}" for e in x)]
                for name, x in both.items()]  # fmt: skip
+    adapters = published_rows("lora")
+    lora = [[setting_of(r), f"{e:+.0%}"] for r, e in zip(adapters, errors(adapters), strict=True)]
     inside, number = coverage(held)
     covered = [[f"{inside} of {number}", f"{inside / number:.0%}"]]
     return {
@@ -275,6 +277,7 @@ def tables() -> dict[str, str]:
         "covered": markdown_text(
             ("rows within a range made without their source", "part"), covered
         ),
+        "lora": markdown_text(("setting", "error"), lora),
         "worst": markdown_text(("error", "setting", "why"), ten),
         "calibrated": markdown_text(("pairs", "n", "median error", "with --calibrate"), medians),
         "memory": markdown_text(("memory", "n", *VERDICTS), memory_lines()),

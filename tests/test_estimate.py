@@ -254,17 +254,16 @@ def test_rows_are_split_by_source_and_many_are_held():
     assert seen <= held_files and not seen & {row["file"] for row in held_rows()}
 
 
-def test_the_page_has_every_published_lora_figure_and_what_we_estimate():
+def test_flops_of_adapters_are_those_of_published_figures():
     """FLOPs by our count are theirs within 8 %: adapters, and the masked half of attention."""
-    page = (ROOT / "docs/MODELS.md").read_text(encoding="utf-8")
     rows = published_rows("lora")
     assert len(rows) >= 11 and not any(row["split"] == "lora" for row in published_rows())
-    for row, error in zip(rows, published.errors(rows), strict=True):
+    known = [row for row in rows if "tflops" in row]
+    assert len(known) >= 4
+    for row in known:
         rate = row["tokens_per_sec_per_gpu"]
-        assert f"| {rate:,.0f} | {rate * (1 + error):,.0f} | {error:+.0%} |" in page, row
-        if tflops := row.get("tflops"):
-            flops = step_flops_per_token(published.step_of(row)[0], True) * rate / 1e12
-            assert 0 < flops / tflops - 1 < 0.08 and f"| {tflops} | {flops:,.0f} |" in page
+        flops = step_flops_per_token(published.step_of(row)[0], True) * rate / 1e12
+        assert 0 < flops / row["tflops"] - 1 < 0.08
 
 
 def test_adapters_and_fp8_of_another_trainer_can_be_planned(estimated):

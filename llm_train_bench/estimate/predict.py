@@ -314,7 +314,7 @@ def scaled(gpu: Hardware, factor: float) -> Hardware:
 def speed_factor(work: Work, gpu: Hardware, measured: float) -> float:
     """The factor on all rates of a device by which a step takes the `measured` seconds."""
     low, high = 1e-4, 1e4
-    for _ in range(60):
+    for _ in range(40):
         middle = math.sqrt(low * high)
         slow = estimate_speed(work, scaled(gpu, middle)).step_s > measured
         low, high = (middle, high) if slow else (low, middle)
