@@ -76,6 +76,12 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     A `config` is a path or a config.json's content. `fp8` is a recipe that our own scripts refuse in
     that layout, where the formulas know it. `power_w` is the limit of the GPU's power.
     """
+    return _step_of(json.dumps(row))
+
+
+@functools.cache
+def _step_of(text: str) -> tuple[Work, Hardware]:
+    row = json.loads(text)
     gpu, script, model = find_hardware(row["gpu"]), Script(row["script"]), row["config"]
     name = row.get("model", model if isinstance(model, str) else "model")
     if isinstance(model, str):
@@ -102,7 +108,13 @@ def predicted(row: dict, work: Work, gpu: Hardware) -> float:
 
 def errors(rows) -> list[float]:
     """Relative error of the estimated tokens/s of each row."""
-    return [predicted(row, *step_of(row)) / row["tokens_per_sec_per_gpu"] - 1 for row in rows]
+    return [_error_of(json.dumps(row)) for row in rows]
+
+
+@functools.cache
+def _error_of(text: str) -> float:
+    row = json.loads(text)
+    return predicted(row, *step_of(row)) / row["tokens_per_sec_per_gpu"] - 1
 
 
 # How the formats of a report's weights are called by trainers.json.

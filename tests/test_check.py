@@ -415,6 +415,7 @@ def test_transports_by_lines_of_public_logs(case):
      ("NET/Plugin : No plugin found (libnccl-net.so).\nNET/IB : No device found.", "or EFA plugin"),
      ("[0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]", "no InfiniBand device"),
      ("NCCL INFO NCCL_IB_DISABLE set by environment to 1.", "NCCL_IB_DISABLE=1 is set"),
+     ("x NCCL INFO NET/OFI Selected Provider is tcp;ofi_rxm", "took the provider tcp;ofi_rxm"),
      ("", "says nothing")],
 )  # fmt: skip
 def test_why_nccl_took_tcp(text, cause):
@@ -429,7 +430,8 @@ def test_a_link_by_its_nominal_rate():
     )
     for transport, rate, verdict in (
         ("RDMA", 47, "pass"), ("RDMA", 29, "not judged"), ("RDMA", 13.1, "fail"),
-        ("TCP sockets", 48, "fail"), ("host memory", 40, "not judged"), ("EFA", 30, "pass"),
+        ("TCP sockets", 48, "fail"), ("TCP sockets, RDMA", 40, "fail"), ("EFA", 30, "pass"),
+        ("host memory", 40, "not judged"),
     ):  # fmt: skip
         assert fabric.judged_link(transport, rate, 50)[0] == verdict, (transport, rate)
     assert fabric.judged_link("RDMA", 47, None) == ("not judged", "no nominal rate is known")

@@ -114,7 +114,14 @@ def test_scaling_is_relative_to_the_fewest_devices(runs_of, run_of, tmp_path, ou
             (run / "result.json").write_text(json.dumps(content))
             paths.append(run)
     paths += [run_of("alone", 9.0, **ddp, device__count=8, args__lr=1.0)]
+    strong = {"batch__global_batch": 2, "args__bsz": 1, "args__optimizer": "sgd"}
+    paths += [run_of("s1", 1.0, **SAME, **strong, args__grad_acc_steps=2)]
+    paths += [run_of("s2", 0.7, **ddp, **strong, device__count=2)]
     lines = scaling.scaling([*rows_of(*paths).values()])
+    alike = [x for x in lines if "sgd" in x["setting"]]
+    assert [(x["devices"], round(x["efficiency"], 2)) for x in alike] == [(1, 1), (2, 0.7)]
+    assert "global-batch 2" in alike[0]["setting"] and alike[1]["low"] is None
+    lines = [x for x in lines if x not in alike]
     assert [(x["devices"], round(x["efficiency"], 2)) for x in lines] == [
         (1, 1),
         (2, 0.9),
@@ -124,7 +131,7 @@ def test_scaling_is_relative_to_the_fewest_devices(runs_of, run_of, tmp_path, ou
     assert lines[0]["low"] is None and lines[1]["low"] < 0.9 < lines[1]["high"] < 0.93
     out = output_of(compare.main, [*paths, "--output-dir", tmp_path / "out"])
     assert "|       4 |" in out and "0.800 [0.79" in out
-    assert json.loads((tmp_path / "out/compare.json").read_text())["scaling"] == lines
+    assert json.loads((tmp_path / "out/compare.json").read_text())["scaling"] == [*lines, *alike]
     assert "on 4 devices: 0.800 [" in (tmp_path / "out/report.html").read_text()
     assert "scaling" not in output_of(compare.main, paths[:3])
 

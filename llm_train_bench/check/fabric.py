@@ -30,7 +30,7 @@ _PROVIDERS = {
     "udp": "TCP sockets",
     "cxi": "Slingshot",
 }
-_DISABLED = re.compile(r"NCCL_IB_DISABLE set by environment to 1")
+_CHOSEN = re.compile(r"(NCCL_IB_DISABLE|NCCL_NET) set by environment to (1|Socket)\b")
 _NO_CARD = re.compile(r"NET/IB ?: No device found|Failed to open libibverbs")
 _NO_PLUGIN = re.compile(r"NET/Plugin ?: .*(No plugin found|Could not find)")
 # Below these parts of the nominal rate a link fails, or it is uncertain. Published: TCP in the place of
@@ -73,8 +73,10 @@ def _kind(via: str, network: str | None, provider: str) -> str:
 
 def cause_of_tcp(text: str) -> str:
     """Why NCCL took TCP sockets, by its own lines."""
-    if _DISABLED.search(text):
-        return "NCCL_IB_DISABLE=1 is set"
+    if match := _CHOSEN.search(text):
+        return f"{match[1]}={match[2]} is set"
+    if match := _PROVIDER.search(text):
+        return f"the libfabric plugin took the provider {match[1]}"
     if _NO_CARD.search(text):
         plugin = " or EFA plugin" if _NO_PLUGIN.search(text) else " device"
         return f"no InfiniBand{plugin} was found"
@@ -83,7 +85,7 @@ def cause_of_tcp(text: str) -> str:
 
 def nominal_of(transport: str, gpu: Hardware | None) -> float | None:
     """GB/s, one way, that a link of two GPUs should have; None where the list has no such rate."""
-    if gpu is None or transport in ("", "host memory"):
+    if gpu is None or not transport or "host memory" in transport:
         return None
     if transport == "peer access":
         return gpu.peer_gb_per_s or gpu.ring_gb_per_s
@@ -93,9 +95,9 @@ def nominal_of(transport: str, gpu: Hardware | None) -> float | None:
 def judged_link(transport: str, rate: float, nominal: float | None) -> tuple[str, str]:
     """`pass`, `fail` or `not judged` of a link by itself, and why; a rate in GB/s."""
     part = rate / nominal if nominal else None
-    if transport == "TCP sockets" and part is not None:
-        return "fail", f"TCP sockets: {rate:.3g} of {nominal:g} GB/s"
-    if transport == "host memory":
+    if "TCP sockets" in transport:
+        return "fail", f"TCP sockets: {rate:.3g}{f' of {nominal:g}' if nominal else ''} GB/s"
+    if "host memory" in transport:
         return "not judged", f"{rate:.3g} GB/s through the host's memory: no peer access"
     if part is None:
         return "not judged", "no nominal rate is known"

@@ -175,13 +175,14 @@ def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
     result = Survey(device_name(device), units, links, together)
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     known = gather(ranks, (transports_of(text, ranks.rank), cause_of_tcp(text)))
-    result.cause = known[0][1]
     for link in links:
         pairs = list(zip(*(units[i].ranks for i in link.units), strict=False))
         kinds = [kind for a, b in pairs if (kind := known[a][0].get(b) or known[b][0].get(a))]
         link.transport = summary(kinds) or ("gloo" if device.type == "cpu" else "")
         nominal = nominal_of(link.transport, device_called(result.device))
         link.nominal_gb_per_s = nominal and nominal * len(pairs)
+        if "TCP" in link.transport:
+            result.cause = known[pairs[0][0]][1]
     judge_survey(result)
     return result
 

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole
@@ -11,54 +11,49 @@ from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.setting import changed_settings, ratio_interval, setting_name
 from llm_train_bench.settings.flags import Script
 
-# What follows from the number of devices.
-FOLLOWS = ("script", "global_batch")
+# What follows from the number of devices, where the work of each is the same, or that of all.
+FOLLOWS = (("script", "global_batch"), ("script", "grad_acc_steps"))
 
 
 def scaling(rows: Sequence[Compared]) -> list[dict[str, Any]]:
     """A line for each number of devices of the settings that ran on several, the fewest first.
 
     `efficiency` is the tokens/s per device over that on the fewest devices, with a 95 % interval over
-    runs. Runs of train.py are the first line of every script's.
+    runs. Runs of train.py are the first line of every script's without one of its own.
     """
     usable = [r for row in rows if not (r := row.record).invalid and r.rates and r.arguments]
+    keys = [((r.suite, _alike(r, follows)), r) for follows in FOLLOWS for r in usable]
     lines = []
-    for (_, key), members in grouped(usable, lambda r: (r.suite, _alike(r))).items():
-        scripts = grouped(members, lambda r: str((r.arguments or {}).get("script")))
+    for (_, key), pairs in grouped(keys, lambda pair: pair[0]).items():
+        scripts = grouped((r for _, r in pairs), lambda r: str((r.arguments or {}).get("script")))
         one = scripts.pop(Script.ONE, [])
         for script, several in scripts.items():
-            found = {
-                r.n_gpus or 0: r for r in [*several, *one]
-            }  # one device: by train.py, if it ran
+            found = {r.n_gpus or 0: r for r in [*one, *several]}
             if len(found) == 1:
                 continue
             base = found[min(found)]
             words = ", ".join(filter(None, (script, setting_name(json.loads(key)[-1], {}))))
             for n in sorted(found):
-                rates = found[n].rates
+                rates, speed = found[n].rates, statistics.fmean(found[n].rates)
                 low, high = ratio_interval(rates, base.rates) or (None, None)
-                line = {
-                    "setting": words,
-                    "devices": n,
-                    "tokens_per_sec_per_device": statistics.fmean(rates),
+                if n == min(found):
+                    low = high = None
+                line = {"setting": words, "devices": n, "tokens_per_sec_per_device": speed}
+                line |= {
+                    "efficiency": speed / statistics.fmean(base.rates),
+                    "low": low,
+                    "high": high,
                 }
-                line |= {"efficiency": statistics.fmean(rates) / statistics.fmean(base.rates)}
-                alone = n == base.n_gpus
-                line |= {"low": None if alone else low, "high": None if alone else high}
-                line |= {"fewest": base.n_gpus}
-                lines.append(line)
+                lines.append(line | {"fewest": base.n_gpus})
     return lines
 
 
-def _alike(r: Record) -> str:
+def _alike(r: Record, follows: Collection[str]) -> str:
     """Equal for runs that differ in the number of devices only: model, device, conditions, settings."""
-    settings = {k: v for k, v in changed_settings(r).items() if k not in FOLLOWS}
-    if "global_bsz" in settings:
-        settings.pop("grad_acc_steps", None)
+    settings = {k: v for k, v in changed_settings(r).items() if k not in follows}
     model = r.result.model.hash if r.result else r.model
-    return json.dumps(
-        [model, r.hardware, r.seq_len, r.conditions, settings], sort_keys=True, default=str
-    )
+    told = [model, r.hardware, r.seq_len, r.conditions, settings]
+    return json.dumps(told, sort_keys=True, default=str)
 
 
 def relative(line: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import (
     Hardware,
     accuracy_of,
+    device_called,
     find_cpu,
     find_hardware,
     threads_of,
@@ -96,10 +97,18 @@ def device_of(name: str, wanted: EstimateFlags) -> Hardware:
     except UsageError as error:
         raise UsageError(f"--gpu {error}") from None
     limits = limits_of(wanted.limit)
-    if limits.get("power", gpu.tdp_w) < gpu.tdp_w and not gpu.constants.tflop_joules:
+    if "power" in limits and not gpu.constants.tflop_joules:
         raise UsageError(
             f"--limit power: the energy of {gpu.name}'s operations was never measured; leave it out, or "
             "--calibrate a run under this limit"
+        )
+    if (
+        not gpu.constants.waiting_w < limits.get("power", gpu.tdp_w) <= gpu.tdp_w
+        and "power" in limits
+    ):
+        low, high = gpu.constants.waiting_w, gpu.tdp_w
+        raise UsageError(
+            f"--limit power: must be above {low:g} and at most {high:g} W, as of {gpu.name}"
         )
     return dataclasses.replace(
         gpu,
@@ -287,7 +296,10 @@ def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]
     args = parse_args(["--from", str(path)], script)
     memory = gpu.memory_gib
     work = make_plan(args, script, result.device.count, gpu.platform, memory_gib=memory).work
-    factor = speed_factor(work, gpu, measured)
+    # As fast as it is listed under the limits of that run, not of the one that is planned.
+    limit = next((each.power_limit_w for each in result.devices), None)
+    listed = device_called(gpu.name) or gpu
+    factor = speed_factor(work, dataclasses.replace(listed, tdp_w=limit or listed.tdp_w), measured)
     by = f"calibrated: by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
     traits = (
         ("kind of model", bool(work.config.experts), bool(planned.config.experts)),

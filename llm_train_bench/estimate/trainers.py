@@ -33,8 +33,12 @@ def find_trainer(words: str, fp8_recipe: str | None = None) -> Trainer:
     if name not in _entries():
         raise UsageError(f"--trainer {name}: unknown; known are {', '.join(_entries())}")
     entry, given = _entries()[name], {}
+    if name == "ours" and more:
+        raise UsageError(f"--trainer ours {more[0]}: ours is what our flags say; use these")
     for word in more:
         key, equals, value = word.partition("=")
+        if key in given:
+            raise UsageError(f"--trainer {name}: {key} is given twice; leave one out")
         if not equals or key not in {*_kinds(), "recipe"} - {"levels"}:
             known = ", ".join(sorted({*_kinds(), "recipe"} - {"levels"}))
             raise UsageError(f"--trainer {name} {word}: must be KEY=VALUE; keys are {known}")
@@ -63,11 +67,13 @@ def _value(name: str, key: str, text: str) -> Any:
     kind = _kinds()[key]
     values = {"hide": ("tp", "cp", "ep")}.get(key, (True, False) if kind is bool else kind.__args__)
     by_text = {str(value).lower(): value for value in values}
-    parts = text.split(",") if key == "hide" else [text]
-    if wrong := [part for part in parts if part and part not in by_text]:
+    parts = list(filter(None, text.split(","))) if key == "hide" else [text]
+    if wrong := [part for part in parts if part not in by_text]:
         known = ", ".join(by_text)
-        raise UsageError(f"--trainer {name} {key}={text}: {wrong[0]} is none of {known}")
-    return tuple(filter(None, parts)) if key == "hide" else by_text[text]
+        raise UsageError(
+            f"--trainer {name} {key}={text}: {wrong[0] or 'nothing'} is none of {known}"
+        )
+    return tuple(parts) if key == "hide" else by_text[text]
 
 
 def executed_by(work: Work, trainer: Trainer, sac_policy: str) -> Work:
@@ -101,6 +107,10 @@ def plan_by(
         return plan
     if not plan.work.config.experts or plan.work.balanced or plan.work.parallelism.ep == 1:
         raise UsageError("--imbalance: is for a learned router with --ep; leave it out")
+    if imbalance > plan.work.parallelism.ep:
+        raise UsageError(
+            f"--imbalance {imbalance:g}: is no more than --ep, where one rank has all rows"
+        )
     return dataclasses.replace(plan, work=dataclasses.replace(plan.work, rows_over_mean=imbalance))
 
 
@@ -150,7 +160,7 @@ def _plan_by(words: str, args: Args, script: Script, *others: Any, **more: Any) 
 def _staged(args: Args, trainer: Trainer, script: Script, *others: Any, **more: Any) -> Plan:
     """The plan; of a trainer whose `ends_are_layers`, with stages of one size where that adds up."""
     if args.pp and trainer.ends_are_layers and not args.pp_layers:
-        simple = dataclasses.replace(args, pp_virtual=1)
+        simple = dataclasses.replace(args, pp_virtual=min(2, args.pp_virtual))
         plan = make_plan(check(simple, script), script, *others, **more)
         parallel, n = plan.work.parallelism, plan.work.config.num_hidden_layers
         stages = args.pp * args.pp_virtual
