@@ -256,10 +256,8 @@ def our_runs() -> list[list[str]]:
 
 def tables() -> dict[str, str]:
     """The tables of docs/ESTIMATES.md as Markdown, by their names."""
-    held, figures = (
-        held_rows(),
-        ("rows", "median error", "80 % within", "lowest", "highest", "beyond 20 %"),
-    )
+    held = held_rows()
+    figures = ("rows", "median error", "80 % within", "lowest", "highest", "beyond 20 %")
     new = [row for row in held if "added" in row]
     samples = {"fitted": published_rows("fit"), "held": held}
     samples |= {"held, of before": [r for r in held if "added" not in r], "held, new": new}
@@ -270,10 +268,8 @@ def tables() -> dict[str, str]:
                       for k, v in grouped(held, key).items()]  # fmt: skip
     trainers = by(lambda row: row["trainer"].split()[0])
     ranges = by(lambda row: (*range_group(row), format_of(row)))
-    worst = sorted(zip(errors(held), held, strict=True), key=lambda x: -abs(math.log(1 + x[0])))[
-        :10
-    ]
-    ten = [[f"{error:+.0%}", setting_of(row), row.get("doubt", "unknown")] for error, row in worst]
+    worst = sorted(zip(errors(held), held, strict=True), key=lambda x: -abs(math.log(1 + x[0])))
+    ten = [[f"{e:+.0%}", setting_of(row), row.get("doubt", "unknown")] for e, row in worst[:10]]
     pairs = {name: calibrated_pairs(rows) for name, rows in list(samples.items())[:2]}
     both = {name: list(zip(*found, strict=True)) for name, found in pairs.items()}
     medians = [[name, str(len(pairs[name])), *(f"{statistics.median(map(abs, e)):.1%}" for e in x)]

@@ -289,7 +289,7 @@ def compare(name: str, out: Path) -> Difference:
     both = ["val_loss_before", "val_loss"] if "--val-data" in flags_of(case, out) else []
     validation = max((abs(metrics[key] - expected[key]) for key in both), default=0.0)
     facts, traffic = facts_of(here), {}
-    if "moe" in case.model and BALANCED_ROUTE not in case.flags:
+    if "moe" in case.model and BALANCED_ROUTE not in case.flags and metrics["n_measured_steps"]:
         assert 1 < metrics["expert_rows_max_over_mean"] < 8
     # Otherwise a rounding may choose another expert.
     exact = not (first or case.mutant or case.rough or "--optimizer" in case.flags)

@@ -33,7 +33,7 @@ from llm_train_bench.results.schema import Result
 from tests.helpers import ROOT, cases, changed, read_steps, records_of, result_of, trained, words
 
 RUNS = ROOT / "benchmarks/results/h200-20261127"
-NCCL = ROOT / "tests/logs/nccl_lines.txt"
+NCCL = ROOT / "tests/nccl_lines.txt"
 CPU = torch.device("cpu")
 SHORT = "--n-steps 4 --warmup-steps 1 --no-tensorboard"
 

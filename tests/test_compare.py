@@ -106,17 +106,20 @@ def test_scaling_is_relative_to_the_fewest_devices(runs_of, run_of, tmp_path, ou
     """Of one setting: with other flags, another model or conditions a line is of its own."""
     ddp = {"entrypoint": "train_ddp.py"} | SAME
     paths = [*runs_of("one", 1.0, **SAME)]
+
+    def on(run, n):
+        content = changed(
+            result_of(run), f"metrics.tokens_per_sec_per_gpu*={1 / n} device.count={n}"
+        )
+        (run / "result.json").write_text(json.dumps(content))
+        return run
+
     for n, speed in ((2, 1.8), (4, 3.2)):
-        batch = {"batch__global_batch": 2 * n, "device__count": n}
-        for run in runs_of(f"n{n}", speed, **ddp, **batch):
-            text = (run / "result.json").read_text()
-            content = changed(json.loads(text), f"metrics.tokens_per_sec_per_gpu*={1 / n}")
-            (run / "result.json").write_text(json.dumps(content))
-            paths.append(run)
+        paths += [on(r, n) for r in runs_of(f"n{n}", speed, **ddp, batch__global_batch=2 * n)]
     paths += [run_of("alone", 9.0, **ddp, device__count=8, args__lr=1.0)]
     strong = {"batch__global_batch": 2, "args__bsz": 1, "args__optimizer": "sgd"}
     paths += [run_of("s1", 1.0, **SAME, **strong, args__grad_acc_steps=2)]
-    paths += [run_of("s2", 0.7, **ddp, **strong, device__count=2)]
+    paths += [on(run_of("s2", 1.4, **ddp, **strong), 2)]
     lines = scaling.scaling([*rows_of(*paths).values()])
     alike = [x for x in lines if "sgd" in x["setting"]]
     assert [(x["devices"], round(x["efficiency"], 2)) for x in alike] == [(1, 1), (2, 0.7)]

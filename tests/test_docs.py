@@ -175,7 +175,7 @@ def test_files_and_targets_that_pages_name_are_there():
     targets = " ".join(targets).split()
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]:
         text = page.read_text(encoding="utf-8")
-        headless = re.search(r"(?:^|\n)(?!\|).*\n(\|.*)\n(?!\|-)", text)
+        headless = re.search(r"(?:^|\n)(?!\|).*\n(\|.*)\n(?!\| ?-)", text)
         assert not headless, f"{page.name}: a table that is cut in two: {headless[1]}"
         links = {m.split("#")[0] for m in re.findall(r"\]\(([^)]+)\)", text)}
         for link in links - {""}:

@@ -326,6 +326,7 @@ def test_constants_are_what_the_fitting_rows_give():
     """Two architectures anew, from their rows alone; benchmarks/fit_estimate.py does all."""
     steps = [s for s in fit_estimate.fitting_steps() if s.levels[0] in ("Ada", "MI300X, MI325X")]
     now = dataclasses.asdict(constants())
+    now["launch_grace_s"] = find_hardware("gh200 96gb").fitted["launch_eager_s"]
     start = fit_estimate.start_of(steps) | {name: now[name] for name in fit_estimate.RANGES}
     levels = start.keys() - fit_estimate.RANGES.keys()
     values = fit_estimate.fit(steps, start, sorted(levels))
@@ -419,17 +420,30 @@ def attention_rate(model, T, flags="", backward=False, gpu=H100):
      (16384, 539, 335)],
 )  # fmt: skip
 def test_attention_is_as_fast_as_measured(T, cudnn, flash):
-    """Forward TFLOP/s on an H100, causal, heads of 128: FlashAttention-3 (arXiv 2407.08608), figure 5."""
-    for flags, rate in (("", cudnn), ("--attention flash", flash)):
+    """Forward TFLOP/s on an H100, causal, heads of 128: FlashAttention-3 (arXiv 2407.08608), figure 5.
+
+    The rate of cuDNN is that of whole steps at the power limit, which is slower than a kernel alone.
+    """
+    for flags, rate, rel in (("", cudnn, 0.1), ("--attention flash", flash, 0.05)):
         estimated = attention_rate("llama-3.1-8b", T, flags)
-        assert estimated == pytest.approx(rate, rel=0.15 if T < 1024 else 0.05)
+        assert estimated == pytest.approx(rate, rel=0.15 if T < 1024 else rel)
+
+
+@pytest.mark.parametrize(
+    ("model", "T", "forward", "backward"),
+    [("gpt2-125m", 1024, 301, 226), ("gpt2-1.5b", 1024, 303, 218), ("llama-3.1-8b", 4096, 489, 389)],
+)  # fmt: skip
+def test_attention_is_as_fast_as_in_traces_of_ours(model, T, forward, backward):
+    """TFLOP/s of cuDNN on an H200: of benchmarks/results/h200-20261126*/*/kernels.csv."""
+    assert attention_rate(model, T) == pytest.approx(forward, rel=0.1)
+    assert attention_rate(model, T, "", True) == pytest.approx(backward, rel=0.1)
 
 
 def test_attentions_backward_and_what_cudnn_does_not_take():
-    """Backward at 16k, heads of 128 and 64: figure 6 there (without the causal mask)."""
-    for model, cudnn, flash in (("llama-3.1-8b", 516, 322), ("llama-3.2-1b", 433, 291)):
-        for flags, rate in (("", cudnn), ("--attention flash", flash)):
-            assert attention_rate(model, 16384, flags, True) == pytest.approx(rate, rel=0.1)
+    """Backward of flash at 16k, heads of 128 and 64: figure 6 there (without the causal mask)."""
+    for model, flash in (("llama-3.1-8b", 322), ("llama-3.2-1b", 291)):
+        rate = attention_rate(model, 16384, "--attention flash", True)
+        assert rate == pytest.approx(flash, rel=0.1)
     for model, flags in (("llama-3.2-1b", "--amp off"), ("mistral-7b-v0.1", "")):
         auto, flash = (speed(model, 16384, f"{flags} --attention {x}") for x in ("auto", "flash"))
         assert auto.parts["attention"] == flash.parts["attention"]
@@ -450,9 +464,9 @@ def test_collectives_by_hand():
     across = collective_time("all_gather", 16e9, 16, 8, H100)
     assert across == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 9.6e-6 + 15e9 / 360e9)
     assert collective_time("all_gather", 8e9, 1, 8, H100) == 0
-    # Half of an all-to-all leaves the node, through the rank's own card.
+    # Half of an all-to-all leaves the node, through the rank's own card, at 0.712 of its rate.
     sent = collective_time("all_to_all", 16e3, 16, 8, H100)
-    assert sent == pytest.approx(8.4e-6 + 9.6e-6 + 8e3 / 45e9)
+    assert sent == pytest.approx(8.4e-6 + 9.6e-6 + 8e3 / (0.712 * 50e9))
     assert collective_time("all_to_all", 8e3, 8, 8, H100) == pytest.approx(8.4e-6 + 7e3 / 361e9)
 
 
@@ -624,7 +638,7 @@ def test_a_trainers_choices_on_the_command_line(estimated):
      ("--fp8-all-gather --use-fp8", "--fp8-all-gather --trainer megatron: is known of our own"),
      ("--imbalance 2", "--imbalance: is for a learned router with --ep"),
      ("zero=", "zero=: nothing is none of 0, 1, 2, 3"), ("zero=1 zero=2", "zero is given twice"),
-     ("--pp 2 --pp-virtual 17 --bsz 1 --global-bsz 12", "the schedule needs a multiple of it in micro batches"),
+     ("--pp 2 --pp-virtual 17 --bsz 1 --global-bsz 12", "the schedule needs a multiple of it"),
      ("--imbalance 0.5", "--imbalance 0.5: must be at least 1")],
 )  # fmt: skip
 def test_choices_of_a_trainer_that_cannot_be(words, message, refused):

@@ -302,9 +302,10 @@ class Constants:
     # The same for cuDNN's kernels, on devices where PyTorch prefers them; 0 elsewhere.
     cudnn_forward: float
     cudnn_backward: float
-    # Mean keys per query, and head size, that halve the efficiency of attention kernels.
+    # Mean keys per query, and head size (cuDNN's apart), that halve the efficiency of attention kernels.
     half_keys: float
     half_head: float
+    cudnn_half_head: float
     # Part of the memory bandwidth that elementwise kernels reach; and of that, what layer norms, loss and
     # optimizer reach (traces of our runs on two H200s, 2026-11-26).
     bandwidth: float

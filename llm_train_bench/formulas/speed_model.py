@@ -427,14 +427,14 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     kernel = work.trainer.attention
     cudnn = c.cudnn_forward and amp != "off" and work.attention.causal in ("auto", "cudnn")
     cudnn = cudnn and kernel == "auto"
-    head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = spec.window
     keys = attended_keys(work.batch.lengths, window, causal=True)
     flops = work.gathered_tokens * attention_width(config) * keys / tp
     if cudnn and not work.batch.documents and (window is None or window >= work.batch.seq_len):
-        parts = c.cudnn_forward, c.cudnn_backward
+        half_head, *parts = c.cudnn_half_head, c.cudnn_forward, c.cudnn_backward
     else:
-        parts = c.attention_forward, c.attention_backward
+        half_head, *parts = c.half_head, c.attention_forward, c.attention_backward
+    head = min(1.0, config.head_dim / (config.head_dim + half_head) * (1 + half_head / 128))
     rate = gpu.bf16_tflops * 1e12 * _level(work, gpu)
     rate *= head * keys / (keys + c.half_keys) * (FLASH1 if kernel == "flash1" else 1.0)
     if amp == "off":  # kernels without tensor cores, unless TF32 is allowed
