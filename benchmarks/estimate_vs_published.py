@@ -65,7 +65,7 @@ def published_rows(split: str | None = None) -> tuple[dict, ...]:
 
 
 def trainer_of(row: dict) -> str:
-    """A row's trainer as --trainer takes it: with its recipe, and ZeRO-1 where the flags are FSDP's."""
+    """A row's trainer as --trainer takes it: with its recipe."""
     recipe = f" recipe={row['recipe']}" if "recipe" in row else ""
     return row["trainer"] + recipe
 
@@ -216,11 +216,8 @@ def calibrated_pairs(rows) -> list[tuple[float, float]]:
                 tokens = work.batch.tokens_per_step / one["gpus"]
                 factor = speed_factor(work, gpu, tokens / one["tokens_per_sec_per_gpu"])
                 work, gpu = step_of(row)
-                rate = row["tokens_per_sec_per_gpu"]
-                both = (
-                    predicted(row, work, each) / rate - 1 for each in (gpu, scaled(gpu, factor))
-                )
-                found.append(tuple(both))
+                rates = [predicted(row, work, each) for each in (gpu, scaled(gpu, factor))]
+                found.append(tuple(rate / row["tokens_per_sec_per_gpu"] - 1 for rate in rates))
     return found
 
 
@@ -257,7 +254,7 @@ def our_runs() -> list[list[str]]:
 def tables() -> dict[str, str]:
     """The tables of docs/ESTIMATES.md as Markdown, by their names."""
     held = held_rows()
-    figures = ("rows", "median error", "80 % within", "lowest", "highest", "beyond 20 %")
+    figures = "rows|median error|80 % within|lowest|highest|beyond 20 %"
     new = [row for row in held if "added" in row]
     samples = {"fitted": published_rows("fit"), "held": held}
     samples |= {"held, of before": [r for r in held if "added" not in r], "held, new": new}
@@ -278,21 +275,18 @@ def tables() -> dict[str, str]:
     lora = [[setting_of(r), f"{e:+.0%}"] for r, e in zip(adapters, errors(adapters), strict=True)]
     inside, number = coverage(held)
     covered = [[f"{inside} of {number}", f"{inside / number:.0%}"]]
-    return {
-        "sums": markdown_text(("published rows", *figures), sums),
-        "trainers": markdown_text(("trainer", *figures), trainers),
-        "ranges": markdown_text(("devices, model, format", *figures), ranges),
-        "covered": markdown_text(
-            ("rows within a range made without their source", "part"), covered
-        ),
-        "lora": markdown_text(("setting", "error"), lora),
-        "worst": markdown_text(("error", "setting", "why"), ten),
-        "calibrated": markdown_text(("pairs", "n", "median error", "with --calibrate"), medians),
-        "memory": markdown_text(("memory", "n", *VERDICTS), memory_lines()),
-        "ours": markdown_text(
-            ("day", "run", "step: estimated, measured [s]", "error of speed"), our_runs()
-        ),
+    made = {
+        "sums": (f"published rows|{figures}", sums),
+        "trainers": (f"trainer|{figures}", trainers),
+        "ranges": (f"devices, model, format|{figures}", ranges),
+        "covered": ("rows within a range made without their source|part", covered),
+        "lora": ("setting|error", lora),
+        "worst": ("error|setting|why", ten),
+        "calibrated": ("pairs|n|median error|with --calibrate", medians),
+        "memory": ("|".join(["memory", "n", *VERDICTS]), memory_lines()),
+        "ours": ("day|run|step: estimated, measured [s]|error of speed", our_runs()),
     }
+    return {name: markdown_text(head.split("|"), lines) for name, (head, lines) in made.items()}
 
 
 def written(page: str, made: dict[str, str]) -> str:

@@ -24,12 +24,7 @@ _NETWORKS = (
 )
 # The libfabric plugin may itself be on TCP, or on another card than EFA.
 _PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([^ ,]+)")
-_PROVIDERS = {
-    "tcp": "TCP sockets",
-    "sockets": "TCP sockets",
-    "udp": "TCP sockets",
-    "cxi": "Slingshot",
-}
+_PROVIDERS = dict.fromkeys(("tcp", "sockets", "udp"), "TCP sockets") | {"cxi": "Slingshot"}
 _CHOSEN = re.compile(r"(NCCL_IB_DISABLE|NCCL_NET) set by environment to (1|Socket)\b")
 _NO_CARD = re.compile(r"NET/IB ?: No device found|Failed to open libibverbs")
 _NO_PLUGIN = re.compile(r"NET/Plugin ?: .*(No plugin found|Could not find)")

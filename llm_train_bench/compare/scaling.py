@@ -32,18 +32,14 @@ def scaling(rows: Sequence[Compared]) -> list[dict[str, Any]]:
             if len(found) == 1:
                 continue
             base = found[min(found)]
+            fewest = statistics.fmean(base.rates)
             words = ", ".join(filter(None, (script, setting_name(json.loads(key)[-1], {}))))
             for n in sorted(found):
                 rates, speed = found[n].rates, statistics.fmean(found[n].rates)
-                low, high = ratio_interval(rates, base.rates) or (None, None)
-                if n == min(found):
-                    low = high = None
+                interval = ratio_interval(rates, base.rates) if found[n] is not base else None
+                low, high = interval or (None, None)
                 line = {"setting": words, "devices": n, "tokens_per_sec_per_device": speed}
-                line |= {
-                    "efficiency": speed / statistics.fmean(base.rates),
-                    "low": low,
-                    "high": high,
-                }
+                line |= {"efficiency": speed / fewest, "low": low, "high": high}
                 lines.append(line | {"fewest": base.n_gpus})
     return lines
 

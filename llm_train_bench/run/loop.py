@@ -112,14 +112,10 @@ def measure(
 
 def fill_imbalance(run: Run, mine: tuple[float, float] | None) -> None:
     """Record how unequal the rows of experts were over the window; all ranks call it."""
-    known = (
-        [each for each in gather(run.ranks, mine) if each] if run.plan.work.config.experts else []
-    )
+    known = list(filter(None, gather(run.ranks, mine))) if run.plan.work.config.experts else []
     if known:
-        m = run.result.metrics
-        m.expert_rows_max_over_mean, m.ep_rank_rows_max_over_mean = map(
-            max, zip(*known, strict=True)
-        )
+        m, worst = run.result.metrics, map(max, zip(*known, strict=True))
+        m.expert_rows_max_over_mean, m.ep_rank_rows_max_over_mean = worst
 
 
 def save_and_stop(run: Run, saver: "Saver", step: int) -> None:
