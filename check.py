@@ -27,6 +27,8 @@ from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
 
+# The flags that the two other modes do not use.
+UNUSED = {"verify": "nodes only at_least nproc output_dir", "nodes": "only at_least output_dir"}
 CODES = {"as it should be": 0, "below": 1, "not judged": 5}
 
 
@@ -59,6 +61,12 @@ def main(argv: Sequence[str]) -> int:
     """Check, print, and return the exit code: 0, 1 below, 5 not judged, 2 for bad input."""
     args = parse_dataclass(CheckArgs, argv, "check.py")
     say = functools.partial(print_apart, "check.py")
+    for mode in filter(args.__getattribute__, UNUSED):
+        for name in UNUSED[mode].split():
+            if getattr(args, name) != getattr(CheckArgs(), name):
+                raise UsageError(
+                    f"--{name.replace('_', '-')}: --{mode} does not use it; leave it out"
+                )
     if args.verify:
         return verify_file(Path(args.verify), args.json)
     if args.nodes:

@@ -205,18 +205,18 @@ def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(start_training, tmp
 
     def open_run(self, real=Run.open):
         real(self)
-        self.step_limit_s = 1.5
+        self.step_limit_s = 4.0  # a step of a busy machine may take a second
 
     monkeypatch.setattr(Run, "open", open_run)
     process = start_training("train_ddp.py", tmp_path / "runs", "--dist-timeout", "600")
-    time.sleep(2)  # as long as steps follow each other, nothing ends
+    time.sleep(5)  # as long as steps follow each other, nothing ends
     ranks = process.ranks()
     os.kill(ranks[1], signal.SIGSTOP)
-    assert wait_until(lambda: 0 not in process.ranks(), 15)
+    assert wait_until(lambda: 0 not in process.ranks(), 20)
     os.kill(ranks[1], signal.SIGKILL)
     assert finish(process)[0] == 1
     r = only_result(tmp_path / "runs")
-    assert r["status"] == "failed" and r["error"].startswith("no step in 1.5 s: waits for a rank")
+    assert r["status"] == "failed" and r["error"].startswith("no step in 4 s: waits for a rank")
     (error,) = tmp_path.glob("runs/*/errors/rank0.txt")
     text = error.read_text()
     assert "the main thread is in" in text and "llm_train_bench/run/loop.py" in text
