@@ -87,10 +87,8 @@ def cpu_entry(device: torch.device, seconds: float) -> dict[str, Any]:
     fp32, bf16 = whole * large, whole * square(1024, torch.bfloat16)
     forward, both = attention_rates((4, 6, 512, 64), torch.float32, device, seconds)
     backward = 2 / max(1e-9, 1 / both - 1 / forward)
-    fitted = dict.fromkeys(
-        (*"sustained fp32_of_peak bandwidth layer_norms losses optimizers".split(), "serial_host"),
-        1.0,
-    )
+    whole = "sustained fp32_of_peak bandwidth layer_norms losses optimizers serial_host"
+    fitted = dict.fromkeys(whole.split(), 1.0)
     fitted |= {"half_side": half, "half_keys": 0.0, "half_head": 0.0}
     fitted |= {"launch_s": launch_seconds(device, seconds)}
     fitted |= {"attention_forward": forward / fp32, "attention_backward": backward / fp32}

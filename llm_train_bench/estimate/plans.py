@@ -120,8 +120,8 @@ def search(
     A layout is one of tp, ep, pp and replicas, with the cp (which shares out a rank's tokens as a smaller
     micro batch does), virtual stages, recomputation, micro batch and format that make it fastest. `batch`
     has the flags `global_bsz` and `seq_len`. `make(flags, script, gpus)` makes a step of flags, or raises
-    UsageError. A bound on the time sorts out what
-    cannot be among the first; of the others the events are laid out.
+    UsageError. A bound on the time sorts out what cannot be among the first; of the others the events are
+    laid out.
     """
     limit, rough = (1 - FREE) * gpu.memory_gib * 2**30, []
     lost: collections.Counter[str] = collections.Counter()
@@ -241,13 +241,8 @@ def show_layouts(
     best: list[Layout], lost: dict[str, int], gpu: Hardware, wanted: EstimateFlags
 ) -> None:
     """One kind of GPU's ten best, with time, memory and cost."""
-    cost = (
-        ("days", "US$")
-        if wanted.tokens and gpu.usd_per_hour
-        else ("days",)
-        if wanted.tokens
-        else ()
-    )
+    known = {"days": wanted.tokens, "US$": wanted.tokens and gpu.usd_per_hour}
+    cost = [name for name, value in known.items() if value]
     table = markdown_table(
         "setting", "tokens/s/GPU", "GiB", *cost, "lost most to", left=("lost most to",)
     )

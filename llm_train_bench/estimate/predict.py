@@ -102,11 +102,8 @@ def device_of(name: str, wanted: EstimateFlags) -> Hardware:
             f"--limit power: the energy of {gpu.name}'s operations was never measured; leave it out, or "
             "--calibrate a run under this limit"
         )
-    if (
-        not gpu.constants.waiting_w < limits.get("power", gpu.tdp_w) <= gpu.tdp_w
-        and "power" in limits
-    ):
-        low, high = gpu.constants.waiting_w, gpu.tdp_w
+    low, high = gpu.constants.waiting_w, gpu.tdp_w
+    if "power" in limits and not low < limits["power"] <= high:
         raise UsageError(
             f"--limit power: must be above {low:g} and at most {high:g} W, as of {gpu.name}"
         )
