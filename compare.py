@@ -22,6 +22,7 @@ from llm_train_bench.base.tool_main import print_apart, run_tool, tool
 from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate, own_runs
+from llm_train_bench.compare.page import html_page
 from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.compare.save_runs import save_runs
@@ -136,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
             remarks += [f"{Path(path).name} is not identical: {line}" for line in unlike]
     written = ""
     if directory:  # before anything is printed: nobody may read that to its end
-        written = report.write(rows, directory, remarks)
+        written = report.write(rows, directory, remarks, html_page(rows, remarks))
     report.show_comparison(rows)
     show_scaling(scaling(rows))
     for line in remarks:

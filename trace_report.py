@@ -10,23 +10,20 @@ Needs no torch and no GPU.
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import llm_train_bench.base.start  # noqa: F401
 
-from rich.console import Console
-
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.tables import markdown_table, milliseconds, plain_console, short
+from llm_train_bench.base.tables import markdown_table, milliseconds, short
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_files import parse_json
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
 from llm_train_bench.trace.breakdown import Breakdown, break_down
-from llm_train_bench.trace.breakdown_table import show_breakdown
+from llm_train_bench.trace.breakdown_table import breakdown_tables
 from llm_train_bench.trace.rank_traces import ranks_as_json, read_ranks, show_ranks, waiting
 from llm_train_bench.trace.read_trace import Trace, read_trace
 
@@ -61,7 +58,6 @@ def main(argv: Sequence[str]) -> int:
             show_ranks(ranks, waits)
         return 0
     traces = [understand(path) for path in args.traces]
-    console = plain_console(width=None if sys.stdout.isatty() else 160)
     if args.json:
         content = [
             {
@@ -76,15 +72,16 @@ def main(argv: Sequence[str]) -> int:
         ]
         print(json.dumps(content, indent=1))
     elif len(traces) == 2:
-        print_change(console, traces)
+        print_change(traces)
     else:
         ((trace, b),) = traces
         steps = f"{b.n_steps} step{'s' * (b.n_steps != 1)}"
         if b.n_steps < len(trace.steps):
             steps += f" of {len(trace.steps)}: no GPU work of the first ones was recorded"
         steps = steps if trace.steps else "no marked steps, taken as one"
-        console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
-        show_breakdown(console, "class", b)
+        print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
+        print(breakdown_tables("class", b), end="")
+        print("timeline: open the trace in https://ui.perfetto.dev, which keeps it on this machine")
     for trace, _ in [] if args.json else traces:
         for note in trace.notes:
             print(f"note: {trace.path}: {note}")
@@ -111,24 +108,27 @@ def profile_of_run(path: str) -> dict[str, float]:
     return {k: v for k, v in profile.items() if isinstance(v, int | float) and 0 < v < 1e30}
 
 
-def print_change(console: Console, traces: Sequence[tuple[Trace, Breakdown]]) -> None:
+def print_change(traces: Sequence[tuple[Trace, Breakdown]]) -> None:
     """The differences of two traces, by class and by kernel, the largest loss first."""
     for name, (trace, _) in zip(("before", "after"), traces, strict=True):
-        console.print(f"{name}: {trace.path}: {trace.device_name or 'device not named'}")
+        print(f"{name}: {trace.path}: {trace.device_name or 'device not named'}")
     (_, before), (_, after) = traces
-    table = markdown_table("class", "before, ms", "after, ms", "change, ms", "change")
-    classes = changes(before.classes_s, after.classes_s)
-    for name, a, b in [*classes, ("step", before.step_time_s, after.step_time_s)]:
-        times = (milliseconds(a), milliseconds(b), f"{1e3 * (b - a):+.3f}")
-        table.add_row(name, *times, f"{b / a - 1:+.1%}" if a else "new")
-    console.print(table)
+    step = ("step", before.step_time_s, after.step_time_s)
+    rows = [
+        (name, *times(a, b), f"{b / a - 1:+.1%}" if a else "new")
+        for name, a, b in [*changes(before.classes_s, after.classes_s), step]
+    ]
+    columns = ("before, ms", "after, ms", "change, ms")
+    print(markdown_table(("class", *columns, "change"), rows), end="")
     # One kernel can have time in several classes: an addition in the loss, and one in a norm.
     kernels = [{(c.name, c.kind): c.time_s for c in b.kernels} for _, b in traces]
-    columns = ("kernel", "class", "before, ms", "after, ms", "change, ms")
-    table = markdown_table(*columns, left=["class"])
-    for (name, kind), a, b in changes(*kernels)[:10]:
-        table.add_row(short(name), kind, milliseconds(a), milliseconds(b), f"{1e3 * (b - a):+.3f}")
-    console.print(table)
+    rows = [(short(name), kind, *times(a, b)) for (name, kind), a, b in changes(*kernels)[:10]]
+    print(markdown_table(("kernel", "class", *columns), rows, left=["class"]), end="")
+
+
+def times(before: float, after: float) -> tuple[str, str, str]:
+    """Two times [s] and their difference, in ms."""
+    return milliseconds(before), milliseconds(after), f"{1e3 * (after - before):+.3f}"
 
 
 def changes(before: dict[Any, float], after: dict[Any, float]) -> list[tuple[Any, float, float]]:

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.files import ROOT, locked, write_whole
 from llm_train_bench.base.hardware import devices, own_hardware_file
-from llm_train_bench.base.tables import markdown_table, show_whole
+from llm_train_bench.base.tables import markdown_table
 from llm_train_bench.measure.device import device_name
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.transformer import Transformer
@@ -152,12 +152,9 @@ def report(
     return {label: r["median"] for label, r in compared.items()}
 
 
-def show(columns: Iterable[str], rows: Iterable[Iterable[str]], left: Iterable[str] = ()) -> None:
+def show(columns: Sequence[str], rows: Iterable[Iterable[str]], left: Sequence[str] = ()) -> None:
     """Print a table as Markdown; figures go right, the first column and those in `left` go left."""
-    table = markdown_table(*columns, left=tuple(left))
-    for row in rows:
-        table.add_row(*row)
-    show_whole(table)
+    print(markdown_table(columns, rows, left), end="")
 
 
 def parser_of(doc: str | None, rounds: int = 0) -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
 from llm_train_bench.base.tables import grouped as gathered
-from llm_train_bench.base.tables import markdown_text
+from llm_train_bench.base.tables import markdown_cell, markdown_table
 from llm_train_bench.estimate.predict import scaled, speed_factor
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
@@ -286,7 +286,12 @@ def tables() -> dict[str, str]:
         "memory": ("|".join(["memory", "n", *VERDICTS]), memory_lines()),
         "ours": ("day|run|step: estimated, measured [s]|error of speed", our_runs()),
     }
-    return {name: markdown_text(head.split("|"), lines) for name, (head, lines) in made.items()}
+    return {
+        name: markdown_table(
+            head.split("|"), [map(markdown_cell, map(str, line)) for line in lines]
+        )
+        for name, (head, lines) in made.items()
+    }
 
 
 def written(page: str, made: dict[str, str]) -> str:

@@ -54,7 +54,7 @@ def test_figures_of_a_log_are_of_the_same_lines(tmp_path):
     text = "\n".join(["global_batch_size: 8", *lines])
     r = record_of(tmp_path / "x.log", text, seq_len=1024, n_gpus=8)
     assert len(r.step_times_s) == 10
-    assert r.tflops_per_gpu == pytest.approx(10 / (8 / 1000 + 2 / 900))
+    assert r.model_tflops_per_gpu == pytest.approx(10 / (8 / 1000 + 2 / 900))
 
 
 @pytest.mark.parametrize(("gpus", "doubts"), [(1, "disturbed"), (7, ""), (None, "information")])

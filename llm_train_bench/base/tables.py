@@ -1,19 +1,12 @@
 """Tables as Markdown, to read on the screen and to paste into a report. Needs no torch."""
 
 import csv
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 Member = TypeVar("Member")
 Key = TypeVar("Key")
-# Prints text as it is: brackets are no markup, and numbers have no colours.
-plain_console = functools.partial(Console, highlight=False, markup=False)
 
 
 def grouped(items: Iterable[Member], key: Callable[[Member], Key]) -> dict[Key, list[Member]]:
@@ -24,24 +17,35 @@ def grouped(items: Iterable[Member], key: Callable[[Member], Key]) -> dict[Key, 
     return groups
 
 
-def markdown_table(*columns: str, left: Collection[str] = (), title: str | None = None) -> Table:
-    """An empty table: figures go right, text (the first column and those in `left`) goes left."""
-    table = Table(box=box.MARKDOWN, title=title, title_justify="left")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 or name in left else "right")
-    return table
+def markdown_table(
+    columns: Sequence[str],
+    rows: Iterable[Iterable[str]],
+    left: Collection[str] = (),
+    title: str = "",
+) -> str:
+    """A table as Markdown, as wide as its cells, with `title` on a line above it.
+
+    Figures are aligned right; the first column and those in `left` are aligned left.
+    """
+    lines = [list(columns), *(list(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    to_left = [i == 0 or name in left for i, name in enumerate(columns)]
+    texts = [title] if title else []
+    for line in lines:
+        padded = (
+            cell.ljust(width) if is_text else cell.rjust(width)
+            for cell, width, is_text in zip(line, widths, to_left, strict=True)
+        )
+        texts.append(f"| {' | '.join(padded)} |")
+    ends = ("-" if is_text else ":" for is_text in to_left)
+    rule = "|".join("-" * (width + 1) + end for width, end in zip(widths, ends, strict=True))
+    texts.insert(2 if title else 1, f"|{rule}|")
+    return "\n".join(texts) + "\n"
 
 
 def markdown_cell(text: str) -> str:
     """Text as it stands in a file of Markdown: no HTML, no new column."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-
-
-def markdown_text(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table as it stands in a file of Markdown."""
-    rows = [list(map(markdown_cell, line)) for line in (columns, *lines)]
-    rows.insert(1, ["---"] * len(columns))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -73,9 +77,3 @@ def short(name: str) -> str:
 def milliseconds(seconds: float) -> str:
     """Seconds as they stand in a table of milliseconds."""
     return f"{1e3 * seconds:,.3f}"
-
-
-def show_whole(table: Table) -> None:
-    """A table on the screen, as wide as it must be: no number is cut."""
-    needed = plain_console(width=1000).measure(table).maximum
-    plain_console(width=max(needed, 40)).print(table)

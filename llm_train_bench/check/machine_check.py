@@ -15,7 +15,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import ROOT
 from llm_train_bench.base.hardware import Hardware, device_called, name_of_part
 from llm_train_bench.base.machine import Platform
-from llm_train_bench.base.tables import markdown_table, number, show_whole
+from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.check import findings
 from llm_train_bench.check.findings import Finding
 from llm_train_bench.check.references import (
@@ -173,7 +173,7 @@ def show_check(c: MachineCheck) -> None:
     many = f"{c.count} x " if c.count > 1 else ""
     title = f"{many}{c.device}"
     columns = ("what", "measured", "unit", "reference", "kind", "reached", "source")
-    table = markdown_table(*columns, left=("unit", "kind", "source"), title=title)
+    rows = []
     for f in c.figures:
         r = f.reference
         value = f.missing or number(f.value, ",.4g" if (f.value or 0) < 1000 else ",.0f")
@@ -181,8 +181,8 @@ def show_check(c: MachineCheck) -> None:
         if r:
             form = ",.4g" if r.value < 1000 else ",.0f"
             known = (format(r.value, form), r.kind, number(f.part, ".0%"), r.source)
-        table.add_row(f.name, value, f.unit, *known)
-    show_whole(table)
+        rows.append((f.name, value, f.unit, *known))
+    print(markdown_table(columns, rows, left=("unit", "kind", "source"), title=title), end="")
     if c.found:
         findings.show(c.found)
     count = len(c.found)

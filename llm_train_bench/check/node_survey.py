@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from llm_train_bench.base.children import private_directory
 from llm_train_bench.base.errors import NotJoined, UsageError, one_line
 from llm_train_bench.base.hardware import device_called
-from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole
+from llm_train_bench.base.tables import grouped, markdown_table, number
 from llm_train_bench.check.collective_rates import MIB, collective_rates
 from llm_train_bench.check.fabric import (
     cause_of_tcp,
@@ -279,28 +279,23 @@ def show_survey(told: dict[str, Any]) -> None:
         "verdict",
     )
     ranks = sum(len(unit["ranks"]) for unit in told["units"])
-    table = markdown_table(*columns, left=("verdict",), title=f"{ranks} ranks, {told['device']}")
+    rows = []
     for unit in told["units"]:
         verdict = f"FAIL: {'; '.join(unit['failed'])}" if unit["failed"] else "pass"
         of = unit["ranks"]
         of = f"{of[0]}-{of[-1]}" if of[1:] else str(of[0])
         rate, link = number(unit["tflops"], ".4g"), number(unit["gb_per_s"], ".2f")
-        table.add_row(unit["name"], of, rate, link, verdict)
-    show_whole(table)
+        rows.append((unit["name"], of, rate, link, verdict))
+    title = f"{ranks} ranks, {told['device']}"
+    print(markdown_table(columns, rows, left=("verdict",), title=title), end="")
     _show_links(told)
     for line in failures_of(told):
         print(f"FAIL: {line}")
-    table = markdown_table("all ranks", "MiB", "ms", "bus GB/s")
-    for row in told["collectives"]:
-        seconds = row["seconds"][1]
-        cells = (
-            row["kind"],
-            f"{row['mib']:g}",
-            f"{1e3 * seconds:.3f}",
-            f"{row['bus_gb_per_s']:.2f}",
-        )
-        table.add_row(*cells)
-    show_whole(table)
+    rows = [
+        (x["kind"], f"{x['mib']:g}", f"{1e3 * x['seconds'][1]:.3f}", f"{x['bus_gb_per_s']:.2f}")
+        for x in told["collectives"]
+    ]
+    print(markdown_table(("all ranks", "MiB", "ms", "bus GB/s"), rows), end="")
     if told["exclude"]:
         print(f"to leave the nodes that failed out: sbatch --exclude={told['exclude']}")
     if told["verdict"] == "pass":
@@ -313,9 +308,7 @@ def show_survey(told: dict[str, Any]) -> None:
 
 def _show_links(told: dict[str, Any]) -> None:
     """A line for each kind of link: its rates, and those that it should have."""
-    table = markdown_table(
-        "links by", "pairs", "GB/s: lowest", "median", "highest", "nominal", "verdict"
-    )
+    rows = []
     kinds = grouped(told["links"], lambda x: (x["transport"], x["nominal_gb_per_s"]))
     for (transport, nominal), links in kinds.items():
         links.sort(key=lambda link: link["gb_per_s"])
@@ -323,7 +316,7 @@ def _show_links(told: dict[str, Any]) -> None:
         worst = next((x for v in ("fail", "not judged") for x in links if x["verdict"] == v), None)
         verdict = "pass" if worst is None else f"{worst['verdict']}: {worst['why']}"
         shown = (f"{rate:.3g}" for rate in rates)
-        table.add_row(
-            transport or "unknown", str(len(links)), *shown, number(nominal, "g"), verdict
-        )
-    show_whole(table)
+        name, nominal_rate = transport or "unknown", number(nominal, "g")
+        rows.append((name, str(len(links)), *shown, nominal_rate, verdict))
+    columns = ("links by", "pairs", "GB/s: lowest", "median", "highest", "nominal", "verdict")
+    print(markdown_table(columns, rows), end="")

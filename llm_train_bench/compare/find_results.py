@@ -24,8 +24,8 @@ UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticErro
 def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFacts) -> list[Record]:
     """The runs in files and directories.
 
-    A named file of no known kind is a UsageError. In a directory, such a file is reported by `say`
-    if it could have been one (a log, a JSON with figures), and is otherwise skipped.
+    A named file of no known kind is a UsageError. Those in a directory that could have been results are
+    reported by `say`, on one line.
     """
     records: list[Record] = []
     taken: set[str] = set()
@@ -34,12 +34,19 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
         if path.is_dir():
             files = discover(path)
             fresh = list(not_taken(files, taken))
-            before = len(records)
+            before, unread = len(records), []
             for file in fresh:
                 try:
                     records += _parse(file, facts)
                 except UsageError as error:
-                    say(str(error))
+                    unread.append((file, str(error)))
+            if len(unread) > 1:
+                names = ", ".join(str(file.relative_to(path)) for file, _ in unread)
+                say(
+                    f"{path}: {len(unread)} files are no results: {names[:300]}; name one to see why"
+                )
+            elif unread:
+                say(unread[0][1])
             if len(records) == before and (fresh or not files):
                 raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
         elif path.exists():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.tables import grouped, markdown_cell, markdown_text, number
+from llm_train_bench.base.tables import grouped, markdown_cell, markdown_table, number
 from llm_train_bench.compare.find_results import read_records, without_copies
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts, Record
@@ -294,5 +294,5 @@ def comment(verdicts: Sequence[Verdict], code: int) -> str:
             cells.append(number(now, form) + change)
         rows.append(cells)
     lines = [f"- {markdown_cell(printable(v.line))}\n" for v in verdicts if v.status != "ok"]
-    table = markdown_text(columns, rows)
+    table = markdown_table(columns, [map(markdown_cell, row) for row in rows], left=("verdict",))
     return f"### Training speed: {titles[code]}\n\n{table}" + "".join(["\n" * bool(lines), *lines])

@@ -23,9 +23,7 @@ from llm_train_bench.compare.setting import (
     unlike,
 )
 from llm_train_bench.formulas.time_statistics import mean_of
-
-# Figures of a setting that are means over its runs.
-MEANS = "tokens_per_sec tokens_per_sec_per_gpu mfu tflops_per_gpu tokens_per_joule goodput".split()
+from llm_train_bench.results.metrics import MEANS
 
 
 @dataclasses.dataclass
@@ -37,6 +35,8 @@ class Compared:
 
     record: Record
     group: str
+    shared: str = ""
+    """What all settings of the group have in common, in words."""
     is_reference: bool = False
     not_compared: list[str] = dataclasses.field(default_factory=list)
     """Why not: its own invalid remarks, or how it is unlike the reference."""
@@ -110,7 +110,9 @@ def compare(
     rows = [Compared(r, group_of(r), not_compared=r.invalid) for r in settings]
     groups = grouped(rows, lambda row: row.group)
     for members in groups.values():
-        name_settings([row.record for row in members])
+        shared = name_settings([row.record for row in members])
+        for row in members:
+            row.shared = shared
     called = {row.record.setting: row for row in rows}
     called |= {r.label: row for row in rows for r in row.record.runs}
     if reference is not None and reference not in called:

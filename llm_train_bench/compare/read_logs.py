@@ -331,7 +331,7 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         tokens_per_sec_per_gpu=per_gpu,
         step_times_s=times,
         mfu=means["mfu"],
-        tflops_per_gpu=means["tflops"],
+        model_tflops_per_gpu=means["tflops"],
         flop_convention=convention,
         memory_gib=max((s.memory_gib for s in steps if s.memory_gib), default=None),
         memory_kind=log.memory_kind,

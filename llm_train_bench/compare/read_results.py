@@ -21,6 +21,7 @@ from llm_train_bench.compare.run_files import read_runs_file
 from llm_train_bench.compare.setting import changes_in_words, settings_of
 from llm_train_bench.compare.shareable import public_environment, word
 from llm_train_bench.model.json_files import parse_json, plain_text
+from llm_train_bench.results.metrics import MEANS
 from llm_train_bench.results.result_files import commit_of, parse_result, read_steps, software
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SPEED, of_kind, present_flags
@@ -29,8 +30,6 @@ PLATFORM_WORDS = """
 benchmark bench train training result results output nvidia amd cuda rocm nvd gpu h100 h200 b200 a100
 mi300x mi325x mi350x mi355x
 """.split()
-# Figures that a record has by the same names as a result.
-FIGURES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "mfu", "tokens_per_joule")
 # Hyperparameters of the other suite, and their names here.
 HYPERPARAMETERS = {
     "learning_rate": "lr",
@@ -97,9 +96,8 @@ def record_of_result(r: Result, steps: list[dict[str, Any]], path: str) -> Recor
         model=r.model.name,
         model_hash=r.model.hash,
         **sizes,
-        **{name: getattr(m, name) for name in (*FIGURES, "goodput")},
+        **{name: getattr(m, name) for name in MEANS},
         step_times_s=r.step_times_s,
-        tflops_per_gpu=m.model_tflops_per_gpu,
         flop_convention="palm",
         memory_gib=memory_gib,
         memory_kind=memory_kind,

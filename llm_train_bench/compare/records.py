@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Record(Remarked):
     tokens_per_sec_per_gpu: float | None = None
     step_times_s: list[float] = field(default_factory=list)
     mfu: float | None = None
-    tflops_per_gpu: float | None = None
+    model_tflops_per_gpu: float | None = None
     flop_convention: str | None = None
     memory_gib: float | None = None
     memory_kind: str | None = None
@@ -100,15 +100,13 @@ class Record(Remarked):
     rates: list[float] = field(default_factory=list)
 
 
-POSITIVE = """
-tokens_per_sec tokens_per_sec_per_gpu n_gpus seq_len global_batch mfu tflops_per_gpu memory_gib
-tokens_per_joule usd_per_hour
-""".split()
-
-
 def check_figures(r: Record) -> None:
     """ValueError for a bad figure or name; takes from texts what a terminal obeys, in place."""
-    figures = [(name, getattr(r, name)) for name in POSITIVE]
+    kinds = {f.name: f.type for f in fields(r)}
+    figures = [
+        (k, getattr(r, k)) for k, kind in kinds.items() if kind in (int | None, float | None)
+    ]
+    figures = [(name, value) for name, value in figures if name not in ("goodput", "tolerance")]
     figures += [("step_times_s", t) for t in r.step_times_s]
     for name, value in figures:
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -143,7 +141,7 @@ def remark_on_figures(r: Record) -> None:
     doubt = "the number of GPUs, the hardware, the batch or the parameters may be wrong (--log)"
     part, highest = r.mfu or 0.0, 1.0
     if device:
-        part = max(part, (r.tflops_per_gpu or 0.0) / device.bf16_tflops)
+        part = max(part, (r.model_tflops_per_gpu or 0.0) / device.bf16_tflops)
         lower_formats = (device.fp8_tflops or 0.0, device.fp4_tflops or 0.0)
         highest = max(1.0, *(peak / device.bf16_tflops for peak in lower_formats))
         for text, why in memory_remark(r.memory_gib, device.memory_gib):

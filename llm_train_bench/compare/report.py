@@ -1,67 +1,124 @@
-"""A comparison as tables, CSV, JSON and one HTML file. Needs no torch."""
+"""A comparison as tables on the screen, in words, as CSV and as JSON. Needs no torch."""
 
+import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from llm_train_bench import __version__
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.redaction import shown_path, shown_text
 from llm_train_bench.base.tables import (
     grouped,
     markdown_table,
     number,
-    show_whole,
     write_rows,
 )
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.scaling import relative, scaling
 from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR
-from llm_train_bench.results.metrics import COMPARED
+from llm_train_bench.results.metrics import METRICS, RUN_COLUMNS, metric_text
 
-Item = TypeVar("Item")
 # Grams of CO2 per kWh: the world's mean of 2024 (IEA, Electricity 2025).
 GCO2_PER_KWH = 445.0
-# Rows on the screen, sentences on a group, settings with curves and runs with paths in a report.
-MOST_SHOWN, MOST_VERDICTS, MOST_DRAWN, MOST_RUNS = 40, 6, 8, 4000
+# Rows on the screen, sentences on a group, runs whose origin a report has.
+MOST_SHOWN, MOST_VERDICTS, MOST_RUNS = 40, 6, 4000
+# Ratios from this on, and below its inverse, are factors and not per cent.
+FACTOR = 1.5
 
 
-def cells(row: Compared) -> dict[str, str]:
-    """A row of the table as text, by the names of the columns."""
-    r = row.record
-    ratio = "1" if row.is_reference else number(row.ratio, ".3f")
-    if row.ratio_low is not None:
-        ratio += f" [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
-    star = "*" if counted_otherwise(r) else ""
-    kind = f" {r.memory_kind}" if r.memory_gib and r.memory_kind not in (None, "allocated") else ""
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a comparison: its head, the fact of `row_facts` that it sorts by, and its text."""
+
+    head: str
+    fact: str
+    text: Callable[[Compared], str]
+    words: bool = False
+    """Aligned left."""
+
+
+def _metric(name: str) -> Column:
+    """The column of a metric, by the registry."""
+    known = lambda row: getattr(row.record, name)  # noqa: E731
+    head = METRICS[name].column
+    return Column(head, name, lambda row: metric_text(name, known(row)) + _counted(row, name))
+
+
+def _counted(row: Compared, name: str) -> str:
+    """What tells how a rate was counted, beside our own way against the bf16 peak."""
+    if name not in ("mfu", "model_tflops_per_gpu") or getattr(row.record, name) is None:
+        return ""
+    fp8 = name == "mfu" and (row.record.arguments or {}).get("use_fp8")
+    return "*" if counted_otherwise(row.record) else " of bf16 peak" if fp8 else ""
+
+
+def ratio_text(row: Compared) -> str:
+    """The speed beside the reference's: per cent of change, or a factor where that is 1.5 or more."""
+    if row.is_reference or row.ratio is None:
+        return "1" if row.is_reference else "unknown"
+    wide = None if row.ratio_high is None else row.ratio_high - row.ratio
+    if 1 / FACTOR < row.ratio < FACTOR:
+        around = "" if wide is None else f" ± {100 * wide:.1f}"
+        return f"{100 * (row.ratio - 1):+.1f}{around} %"
+    return f"{row.ratio:.3g}" + ("x" if wide is None else f" ± {wide:.2g} x")
+
+
+def _memory(row: Compared) -> str:
+    kind = row.record.memory_kind
+    known = kind if row.record.memory_gib and kind not in (None, "allocated") else ""
+    return f"{number(row.record.memory_gib, '.1f')} {known}".strip()
+
+
+def _energy(row: Compared) -> str:
     estimated = "" if row.energy_measured or row.tokens_per_joule is None else " (TDP)"
-    return {
-        "setting": r.setting,
-        "runs": str(len(r.rates) or len(r.runs)),
-        "hardware": r.hardware or "unknown",
-        "GPUs": str(r.n_gpus or "?"),
-        "tokens/s per GPU": number(r.tokens_per_sec_per_gpu, ",.0f"),
-        "ratio [95 %]": ratio,
-        "verdict": row.verdict + (f": {'; '.join(row.not_compared)}" if row.not_compared else ""),
-        "TFLOP/s": number(r.tflops_per_gpu, ",.4g") + (star if r.tflops_per_gpu else ""),
-        "MFU": number(r.mfu, ".1%") + (star if r.mfu else ""),
-        "memory GiB": number(r.memory_gib, ".1f") + kind,
-        "US$/T tokens": number(row.usd_per_trillion, ",.0f"),
-        "tokens/J": number(row.tokens_per_joule, ".2f") + estimated,
-        "goodput": number(r.goodput, ".1%"),
-        "remarks": "; ".join(row.remarks),
-        "days": number(row.days, ",.1f"),
-    }
+    return metric_text("tokens_per_joule", row.tokens_per_joule) + estimated
+
+
+def _verdict(row: Compared) -> str:
+    return row.verdict + (f": {'; '.join(row.not_compared)}" if row.not_compared else "")
+
+
+COLUMNS = (
+    Column("setting", "setting", lambda row: row.record.setting, words=True),
+    _metric("tokens_per_sec_per_gpu"),
+    Column("to reference", "ratio", ratio_text),
+    Column("verdict", "verdict", _verdict, words=True),
+    Column("memory GiB", "memory_gib", _memory),
+    _metric("model_tflops_per_gpu"),
+    _metric("mfu"),
+    Column("US$/T tokens", "usd_per_trillion_tokens", lambda r: number(r.usd_per_trillion, ",.0f")),
+    Column(METRICS["tokens_per_joule"].column, "tokens_per_joule", _energy),
+    _metric("goodput"),
+    Column("days", "days", lambda row: number(row.days, ",.1f")),
+    Column("runs", "runs", lambda row: str(len(row.record.rates) or len(row.record.runs))),
+    Column("hardware", "hardware", lambda row: row.record.hardware or "unknown", words=True),
+    Column("DEVICEs", "n_gpus", lambda row: number(row.record.n_gpus, "d")),
+    Column("remarks", "remarks", lambda row: "; ".join(row.remarks), words=True),
+)
+
+
+def columns_of(members: Sequence[Compared]) -> list[Column]:
+    """The columns of which something is known in a group; its devices are GPUs, or devices on a CPU."""
+    of_cpu = any(r.record.result and r.record.result.device.type == "cpu" for r in members)
+    shown = [
+        dataclasses.replace(c, head=c.head.replace("DEVICE", "device" if of_cpu else "GPU"))
+        for c in COLUMNS
+        if c.fact == "tokens_per_sec_per_gpu"
+        or any(c.text(row) not in ("unknown", "") for row in members)
+    ]
+    machines = {(row.record.hardware, row.record.n_gpus) for row in members}
+    alike = members[0].shared and len(machines) == 1  # the title has them
+    return [c for c in shown if not (alike and c.fact in ("hardware", "n_gpus"))]
 
 
 def counted_otherwise(r: Record) -> bool:
     """Whether its TFLOP/s or MFU are figures of another suite, which counted FLOPs in its own way."""
-    return bool((r.mfu or r.tflops_per_gpu) and r.flop_convention != "palm")
+    return bool((r.mfu or r.model_tflops_per_gpu) and r.flop_convention != "palm")
 
 
 def by_speed(row: Compared) -> tuple[bool, float]:
@@ -72,27 +129,33 @@ def by_speed(row: Compared) -> tuple[bool, float]:
 def show_comparison(rows: list[Compared]) -> None:
     """The tables on the screen, and below each what it shows."""
     for group, members in grouped(rows, lambda row: row.group).items():
-        texts = [cells(row) for row in members]
-        known = {name for line in texts for name in line if line[name] not in ("unknown", "?", "")}
-        columns = [name for name in texts[0] if name in known | {"tokens/s per GPU"}]
-        table = markdown_table(*columns, left=("hardware", "verdict"), title=group)
+        columns = columns_of(members)
         more = len(members) - MOST_SHOWN
-        for row in sorted(members, key=by_speed)[:MOST_SHOWN] if more > 0 else members:
-            texts = cells(row)
-            table.add_row(*(texts[name] for name in columns))
-        show_whole(table)
+        shown = sorted(members, key=by_speed)[:MOST_SHOWN] if more > 0 else members
+        lines = [[column.text(row) for column in columns] for row in shown]
+        heads, left = [c.head for c in columns], [c.head for c in columns if c.words]
+        title = ": ".join(filter(None, (group, members[0].shared)))
+        print(markdown_table(heads, lines, left, title), end="")
         if more > 0:
             print(f"{more} more setting{'s' * (more > 1)}: --output-dir DIR writes all")
-        for line in verdicts(members):
+        for line in filter(None, [headline(members), *verdicts(members)]):
             print(line)
+    for line in footnotes(rows):
+        print(line)
+
+
+def footnotes(rows: Sequence[Compared]) -> list[str]:
+    """What the tables' figures need to be read."""
+    notes = []
     if any(counted_otherwise(row.record) for row in rows):
-        print("* counted by another suite in its own way")
+        notes.append("* counted by another suite in its own way")
     if tested := sum(row.ratio_low is not None and row.enough_runs for row in rows):
         plural = "s" if tested > 1 else ""
-        print(
+        notes.append(
             f"{tested} verdict{plural}: the chance that any is false is at most {TABLE_ERROR:.0%} "
-            "(Welch's test, Holm's correction); each interval is 95 % by itself"
+            "(Welch's test, Holm's correction); each ± is a 95 % interval by itself"
         )
+    return notes
 
 
 def _fields(source: Record | Compared, names: str) -> dict[str, Any]:
@@ -108,7 +171,7 @@ def row_facts(row: Compared) -> dict[str, Any]:
     facts |= {"ratio": 1.0 if row.is_reference else row.ratio}
     facts |= _fields(row, "ratio_low ratio_high verdict")
     facts |= {"not_compared": "; ".join(row.not_compared), "remarks": "; ".join(row.remarks)}
-    facts |= _fields(r, "tflops_per_gpu mfu flop_convention memory_gib memory_kind")
+    facts |= _fields(r, "model_tflops_per_gpu mfu flop_convention memory_gib memory_kind")
     facts |= {"usd_per_trillion_tokens": row.usd_per_trillion}
     facts |= {"tokens_per_joule": row.tokens_per_joule, "energy": energy, "goodput": r.goodput}
     return facts | {"days": row.days}
@@ -132,8 +195,8 @@ def _run_facts(row: Compared, r: Record, differ: Sequence[str]) -> dict[str, Any
     facts = {"group": row.group, "setting": row.record.setting, "run": r.label}
     shown = {name: settings.get(name) for name in differ}
     facts |= {k: shown_text(v) if isinstance(v, str) else v for k, v in shown.items()}
-    facts |= _fields(r, "hardware n_gpus settings memory_gib memory_kind tflops_per_gpu")
-    facts |= {name: getattr(metrics, name, getattr(r, name, None)) for name in COMPARED}
+    facts |= _fields(r, "hardware n_gpus settings memory_gib memory_kind")
+    facts |= {name: getattr(metrics, name, getattr(r, name, None)) for name in RUN_COLUMNS}
     facts |= {"kwh": joules and joules / 3.6e6, "gco2": joules and joules / 3.6e6 * GCO2_PER_KWH}
     facts |= {"invalid": "; ".join(r.invalid), "remarks": "; ".join(r.texts("disturbed"))}
     origin = ("date", "commit", "torch", "driver", "command")
@@ -155,8 +218,8 @@ def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
     return lines, [[name, values[name][0]] for name in names if name not in differ]
 
 
-def write(rows: list[Compared], directory: Path, remarks: list[str]) -> str:
-    """Write all files, and name them; `remarks` open the report."""
+def write(rows: list[Compared], directory: Path, remarks: list[str], page: str) -> str:
+    """Write all files, and name them; `page` is the report, which `remarks` open."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = [row_facts(row) for row in rows]
     runs = runs_table(rows)
@@ -164,7 +227,7 @@ def write(rows: list[Compared], directory: Path, remarks: list[str]) -> str:
     write_rows(directory / "runs.csv", runs)
     content = {
         "about": "Ratios are of tokens/s per GPU to each group's reference, with 95 % intervals.",
-        "made": _today(),
+        "made": today(),
         "version": __version__,
         "table_error": TABLE_ERROR,
         "remarks": remarks,
@@ -173,72 +236,13 @@ def write(rows: list[Compared], directory: Path, remarks: list[str]) -> str:
         "runs": runs,
     }
     write_whole(directory / "compare.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-    (directory / "report.html").write_text(html(rows, remarks), encoding="utf-8")
+    (directory / "report.html").write_text(page, encoding="utf-8")
     return f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}\n"
 
 
-def _today() -> str:
+def today() -> str:
+    """The date, UTC."""
     return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-
-
-def html(rows: list[Compared], remarks: list[str]) -> str:
-    """The report: one file that needs no other."""
-    groups = grouped(rows, lambda row: row.group)
-    runs = sum(len(row.record.runs) for row in rows)
-    whole = len(rows) + runs <= MOST_RUNS
-    differ, shared = provenance(rows)
-    about = f"{len(rows)} settings, {runs} runs, made {_today()} by llm-train-bench {__version__}."
-    content = {
-        "title": f"Training speed: {', '.join(list(groups)[:3])}",
-        "about": about,
-        "remarks": [*remarks, *map(scaling_sentence, scaling(rows))],
-        "groups": [_group(name, members, whole) for name, members in groups.items()],
-        "provenance": {"differ": differ, "shared": shared},
-    }
-    folder = Path(__file__).parent
-    page, style, script = (
-        (folder / name).read_text(encoding="utf-8")
-        for name in ("report_page.html", "page.css", "page.js")
-    )
-    page = page.replace("/*STYLE*/\n", style).replace("/*SCRIPT*/\n", script)
-    # JSON has no NaN, and a page's script ends at the first "</".
-    text = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return page.replace('{"groups": []}', text)
-
-
-def _group(name: str, members: list[Compared], whole: bool) -> dict[str, Any]:
-    """A group as the report's script takes it; curves of those that it draws."""
-    fast = sorted(members, key=by_speed)[:MOST_DRAWN]
-    drawn, rows = {id(m) for m in fast if m.is_reference or not m.not_compared}, []
-    for m in members:
-        r, shown = m.record, id(m) in drawn
-        card, runs = device_called(r.hardware), []
-        for i, run in enumerate(r.runs[:100] if whole or shown else []):
-            # A step's time per token of one GPU [us], which steps of any batch share.
-            tokens, n = (run.global_batch or 0) * (run.seq_len or 0), run.n_gpus or 0
-            times = [1e6 * t * n / tokens for t in run.step_times_s] if tokens and n else []
-            times = spread(times, 120) if shown and i < 3 else []
-            facts = {"name": run.label, "speed": _figures(run.tokens_per_sec_per_gpu)}
-            facts |= {"path": shown_path(run.path), "invalid": "; ".join(run.invalid)}
-            runs.append(facts | {"times": [_figures(t) for t in times]})
-        losses = spread(r.losses, 200) if shown else []
-        facts: dict[str, Any] = {"n": len(r.rates) or len(r.runs), "runs": runs}
-        facts |= {"marks": m.not_compared, "card_gib": card and card.memory_gib}
-        facts |= {"losses": [[i, _figures(x)] for i, x in losses]}
-        rows.append(row_facts(m) | facts)
-    return {"name": name, "verdicts": verdicts(members), "rows": rows}
-
-
-def _figures(value: float | None) -> float | None:
-    """A figure as JSON has it: six digits, and null for what is no number."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-
-
-def spread(values: Sequence[Item], most: int) -> list[Item]:
-    """At most so many of a sequence, evenly, with the first and the last."""
-    if len(values) <= most:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def unknown_models(rows: list[Compared]) -> list[str]:
@@ -266,6 +270,23 @@ def verdicts(members: list[Compared]) -> list[str]:
     return [f"{sentence(m, reference.record)}." for m in judged] or no_verdict
 
 
+def headline(members: Sequence[Compared]) -> str:
+    """The fastest setting of a group, by how much, whether that is sure, and its cost."""
+    rated = [m for m in members if m.record.tokens_per_sec_per_gpu and not m.not_compared]
+    if len(rated) < 2:
+        return ""
+    best = max(rated, key=lambda m: m.record.tokens_per_sec_per_gpu or 0.0)
+    cost = (
+        f"; US$ {best.usd_per_trillion:,.0f} per trillion tokens" if best.usd_per_trillion else ""
+    )
+    if best.is_reference:
+        return f"Fastest: {best.record.setting}, the reference{cost}."
+    (reference,) = (m.record for m in members if m.is_reference)
+    factor = f"{best.ratio:.3g}x as fast as {reference.setting}"
+    sure = "sure" if best.verdict == "faster" else f"not sure ({best.verdict})"
+    return f"Fastest: {best.record.setting}, {factor}, {sure}{cost}."
+
+
 def scaling_sentence(line: dict[str, Any]) -> str:
     """A line of `scaling` in words."""
     return (
@@ -279,20 +300,21 @@ ALIKE = 5.0
 
 
 def sentence(m: Compared, reference: Record) -> str:
-    """A setting against the reference in words: time per token, with its interval, and memory."""
+    """A setting against the reference in words: its speed, with the interval, and its memory."""
     r, plain = m.record, reference.setting
     ratios = m.ratio or 1.0, m.ratio_low or 1.0, m.ratio_high or 1.0
     change, low, high = (100 * (x - 1) for x in ratios)
+    wide = (high - low) / 2
     if m.verdict == "within noise":
         alike = max(abs(low), abs(high)) <= ALIKE
         says = "is as fast as" if alike else "cannot be distinguished from"
-        text = f"{r.setting} {says} {plain} ({change:+.1f} % [{low:+.1f}, {high:+.1f}])"
+        text = f"{r.setting} {says} {plain} ({change:+.1f} ± {wide:.1f} %)"
+    elif not 1 / FACTOR < ratios[0] < FACTOR:
+        text = f"{r.setting} is {ratios[0]:.3g} ± {wide / 100:.2g} x as fast as {plain}"
     elif m.verdict == "faster":
-        text = f"{r.setting} is {change:.1f} % faster [{low:.1f}, {high:.1f}] than {plain}"
+        text = f"{r.setting} is {change:.1f} ± {wide:.1f} % faster than {plain}"
     else:
-        text = (
-            f"{r.setting} costs {-change:.1f} % [{-high:.1f}, {-low:.1f}] of the speed of {plain}"
-        )
+        text = f"{r.setting} costs {-change:.1f} ± {wide:.1f} % of the speed of {plain}"
     if r.memory_gib and reference.memory_gib and r.memory_kind == reference.memory_kind:
         saved = reference.memory_gib - r.memory_gib
         if abs(saved) > 0.02 * reference.memory_gib:

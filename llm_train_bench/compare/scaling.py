@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole
+from llm_train_bench.base.tables import grouped, markdown_table
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.setting import changed_settings, ratio_interval, setting_name
@@ -62,8 +62,9 @@ def show_scaling(lines: Sequence[dict[str, Any]]) -> None:
     """Print the table, if any setting ran on several numbers of devices."""
     if not lines:
         return
-    table = markdown_table("scaling", "devices", "tokens/s per device", "relative [95 %]")
-    for line in lines:
-        rate = number(line["tokens_per_sec_per_device"], ",.0f")
-        table.add_row(line["setting"], str(line["devices"]), rate, relative(line))
-    show_whole(table)
+    columns = ("scaling", "devices", "tokens/s per device", "relative [95 %]")
+    rows = [
+        (x["setting"], str(x["devices"]), f"{x['tokens_per_sec_per_device']:,.0f}", relative(x))
+        for x in lines
+    ]
+    print(markdown_table(columns, rows), end="")

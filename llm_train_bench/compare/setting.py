@@ -109,8 +109,11 @@ def changes_in_words(r: Record) -> str:
     return ", ".join(filter(None, words))
 
 
-def name_settings(members: Sequence[Record]) -> None:
-    """Name each setting by what differs in its group, in place; without flags, by its file."""
+def name_settings(members: Sequence[Record]) -> str:
+    """Name each setting by what differs in its group, in place; without flags, by its file.
+
+    The answer is what all have in common, in words: machine, script and flags that are no defaults.
+    """
     facts = [None if r.arguments is None else _facts(r) for r in members]
     known = [f for f in facts if f is not None]
     keys = dict.fromkeys(key for f in known for key in f)
@@ -127,6 +130,12 @@ def name_settings(members: Sequence[Record]) -> None:
     for record in members:
         if times[record.setting] > 1:  # differences that no flag tells
             record.setting = f"{record.setting} ({record.label})"
+    if len(known) < len(facts):
+        return ""
+    conditions = {key for r in members for key in r.conditions or {}} - default.keys()
+    usual = default | known[0].fromkeys({*differ, *conditions, "model", "data", "seq_len"})
+    return setting_name({k: v for k, v in known[0].items() if k in keys and (k not in usual or (
+        usual[k] is not None and usual[k] != v))}, {})  # fmt: skip
 
 
 def _facts(r: Record) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called
-from llm_train_bench.base.tables import markdown_table, number, show_whole
+from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.estimate.predict import BYTES_PER_GIB, EstimateFlags, device_of
 from llm_train_bench.estimate.trainers import find_trainer, plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
@@ -243,19 +243,17 @@ def show_layouts(
     """One kind of GPU's ten best, with time, memory and cost."""
     known = {"days": wanted.tokens, "US$": wanted.tokens and gpu.usd_per_hour}
     cost = [name for name, value in known.items() if value]
-    table = markdown_table(
-        "setting", "tokens/s/GPU", "GiB", *cost, "lost most to", left=("lost most to",)
-    )
+    rows = []
     for layout in best:
         days = wanted.tokens and wanted.tokens / layout.tokens_per_sec / 86400
         usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * wanted.gpus
         rate, memory = layout.tokens_per_sec / wanted.gpus, layout.memory / BYTES_PER_GIB
         need = f"{memory:,.1f}" + ("" if layout.verdict == VERDICTS[0] else ", may not fit")
         costs = (number(days, ",.1f"), number(usd, ",.0f"))[: len(cost)]
-        table.add_row(
-            layout.words(wanted.trainer_words), f"{rate:,.0f}", need, *costs, layout.loss()
-        )
-    show_whole(table)
+        words = layout.words(wanted.trainer_words)
+        rows.append((words, f"{rate:,.0f}", need, *costs, layout.loss()))
+    columns = ("setting", "tokens/s/GPU", "GiB", *cost, "lost most to")
+    print(markdown_table(columns, rows, left=("lost most to",)), end="")
     if not best:
         why = "fits" if any("does not fit" in reason for reason in lost) else "can be run"
         print(f"nothing {why}; use more GPUs, or larger ones")

@@ -19,7 +19,7 @@ from llm_train_bench.base.hardware import (
 )
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.base.number_text import parse_number
-from llm_train_bench.base.tables import markdown_table, number, show_whole
+from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import (
@@ -363,54 +363,55 @@ def nearest_changes(
 def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     """The estimate as a table."""
     m = e.memory
-    table = markdown_table("estimate", "value")
-    row = table.add_row
-    row("parameters", f"{e.parameters / 1e9:,.3f} G")
-    row("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G")
+    rows = []
+    rows.append(("parameters", f"{e.parameters / 1e9:,.3f} G"))
+    rows.append(("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G"))
     who = e.script if wanted.trainer_words == "ours" else wanted.trainer_words
-    row("on", f"{e.gpus} x {e.gpu}, {who}, {e.global_batch} samples a step")
+    rows.append(("on", f"{e.gpus} x {e.gpu}, {who}, {e.global_batch} samples a step"))
     for name in ("parameters", "gradients", "optimizer", "activations"):
-        row(f"memory: {name}", _gib(getattr(m, name)))
-    row("memory: logits and gradients of the head", _gib(m.logits))
-    row("memory: gathered weights", _gib(m.gathered))
-    row("memory: peak of tensors (not all at once)", _gib(m.peak))
-    row("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside))
+        rows.append((f"memory: {name}", _gib(getattr(m, name))))
+    rows.append(("memory: logits and gradients of the head", _gib(m.logits)))
+    rows.append(("memory: gathered weights", _gib(m.gathered)))
+    rows.append(("memory: peak of tensors (not all at once)", _gib(m.peak)))
+    rows.append(("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside)))
     whole = _gib(m.peak + e.memory_outside)
-    row(
-        f"memory: all, of {_gib(e.memory_limit)}",
-        f"{whole}: {e.verdict.replace('does not fit', 'DOES NOT FIT')}",
+    rows.append(
+        (
+            f"memory: all, of {_gib(e.memory_limit)}",
+            f"{whole}: {e.verdict.replace('does not fit', 'DOES NOT FIT')}",
+        )
     )
-    row("largest --bsz that fits", f"{e.largest_bsz:,}")
-    row("step", f"{e.step_s:.4g} s")
+    rows.append(("largest --bsz that fits", f"{e.largest_bsz:,}"))
+    rows.append(("step", f"{e.step_s:.4g} s"))
     for name, seconds in e.parts_s.items():
         if seconds > 1e-6 * e.step_s:
-            row(f"  {name}", f"{seconds:.4g} s")
+            rows.append((f"  {name}", f"{seconds:.4g} s"))
     if work.cpu_offload:
-        row("  --cpu-offload", "its transfers are not counted")
+        rows.append(("  --cpu-offload", "its transfers are not counted"))
     if sent := offloaded_bytes(work, work.layers_of(0)):
-        row("  --offload-activations", f"{_gib(sent)} each way in a micro batch")
+        rows.append(("  --offload-activations", f"{_gib(sent)} each way in a micro batch"))
     if e.memory.host:
-        row("memory of the host, for each", _gib(e.memory.host))
-    row("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}")
+        rows.append(("memory of the host, for each", _gib(e.memory.host)))
+    rows.append(("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}"))
     if work.imbalance > 1:
         known = "" if work.rows_over_mean else " (assumed; --imbalance changes it)"
-        row("rows of the fullest ep rank / the mean", f"{work.imbalance:g}{known}")
+        rows.append(("rows of the fullest ep rank / the mean", f"{work.imbalance:g}{known}"))
     accuracy = "unvalidated: fewer than 8 published rows of such a device, model and format"
     if wanted.calibrate:
         accuracy = "calibrated by one run; not validated"
     elif e.accuracy:
         n, part = e.accuracy["rows"], e.accuracy["covers_80"]
         accuracy = f"± {part:.0%}: 80 % of {n} published rows not used in fitting"
-    row("how far that may be off", accuracy)
-    row("MFU (palm)", f"{e.mfu:.1%}")
-    row(f"tokens/J (at {number(e.watts, '.0f')} W)", number(e.tokens_per_joule, ".2f"))
+    rows.append(("how far that may be off", accuracy))
+    rows.append(("MFU (palm)", f"{e.mfu:.1%}"))
+    rows.append((f"tokens/J (at {number(e.watts, '.0f')} W)", number(e.tokens_per_joule, ".2f")))
     if e.usd_per_million_tokens is not None:
-        row("US$ per million tokens", f"{e.usd_per_million_tokens:.4f}")
+        rows.append(("US$ per million tokens", f"{e.usd_per_million_tokens:.4f}"))
     if e.days is not None:
-        row(f"for {wanted.tokens:.3g} tokens", f"{e.days:,.1f} days, {e.kwh:,.0f} kWh")
+        rows.append((f"for {wanted.tokens:.3g} tokens", f"{e.days:,.1f} days, {e.kwh:,.0f} kWh"))
         if e.usd is not None:
-            row(f"for {wanted.tokens:.3g} tokens", f"US$ {e.usd:,.0f}")
-    show_whole(table)
+            rows.append((f"for {wanted.tokens:.3g} tokens", f"US$ {e.usd:,.0f}"))
+    print(markdown_table(("estimate", "value"), rows), end="")
 
 
 def _gib(size: float) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import io
 import math
 import os
 import sys
@@ -14,13 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from llm_train_bench.base.errors import printable
-from llm_train_bench.base.tables import markdown_table, number, plain_console
+from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.formulas.parameters import count_active_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.results.metrics import metric_rows
 from llm_train_bench.results.result_files import Step
 from llm_train_bench.results.schema import DeviceUse, Result
-from llm_train_bench.trace.breakdown_table import show_breakdown
+from llm_train_bench.trace.breakdown_table import breakdown_tables
 
 
 def say(text: str, stream: TextIO | None = None) -> bool:
@@ -139,18 +138,13 @@ def print_header(result: Result, work: Work) -> None:
 
 def print_result(result: Result) -> None:
     """The final table, as Markdown, on standard output; on standard error if that is closed."""
-    text, table = io.StringIO(), markdown_table("metric", "value")
-    for row in table_rows(result):
-        table.add_row(*row)
-    console = plain_console(width=200, file=text)
-    console.print(table)
+    text = markdown_table(("metric", "value"), table_rows(result))
     if p := result.profile:
         last = p.first_step + p.n_steps - 1
-        show_breakdown(console, f"steps {p.first_step} to {last}, profiled", p)
-    text.writelines(f"note: {line}\n" for line in remark_lines(result))
-    lines = text.getvalue().rstrip("\n")
-    if not say(lines, sys.stdout):
-        say(lines)
+        text += breakdown_tables(f"steps {p.first_step} to {last}, profiled", p)
+    lines = text + "\n".join(f"note: {line}" for line in remark_lines(result))
+    if not say(lines.rstrip("\n"), sys.stdout):
+        say(lines.rstrip("\n"))
 
 
 def remark_lines(result: Result) -> Iterator[str]:
@@ -174,13 +168,11 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
     ]
     if result.observed:
         o = result.observed
-        text = " / ".join(", ".join(names) or "unknown" for names in o.attention.values())
-        rows.append(("kernels: attention; matmuls", f"{text}; {', '.join(o.matmuls) or 'unknown'}"))
-        rows += (
-            [("ways", "; ".join(f"{part}: {way}" for part, way in o.paths.items()))]
-            if o.paths
-            else []
-        )
+        if any(o.attention.values()):
+            text = " / ".join(", ".join(names) or "unknown" for names in o.attention.values())
+            rows.append(("attention kernels: forward / backward", text))
+        if o.matmuls:
+            rows.append(("matmul kernels", ", ".join(o.matmuls)))
         for kind, use in o.collectives.items():
             text = f"{use.calls:g}, {use.time_s:.4f} s, {number(use.bus_gb_per_s, '.3g')} GB/s"
             rows.append((f"{kind}: calls, time, bus", text))

@@ -1,10 +1,13 @@
-"""Every metric, declared once: where it shows, and how it is printed. Needs no torch.
+"""The metrics of a result, and their registry: unit, format, meaning, and where each shows. No torch.
 
-docs/METRICS.md says what each means, with unit and formula; a test holds the page against this class. To
-add a metric: declare it here and there, and fill it where it is measured.
+fields.toml is the registry. The final table, runs.csv, TensorBoard, comparisons and docs/METRICS.md are
+made of it. To add a metric: add it there and to `Metrics`, fill it where it is measured, run `make docs`.
 """
 
+import dataclasses
 import string
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -118,65 +121,38 @@ class Metrics(Strict):
         return {key: value for key, value in content.items() if key not in REMOVED_METRICS}
 
 
-# Columns of runs.csv, and what TensorBoard compares runs by.
-COMPARED = (
-    "tokens_per_sec tokens_per_sec_per_gpu samples_per_sec model_tflops_per_gpu mfu hfu "
-    "ideal_time_fraction usd_per_million_tokens step_time_median_s step_time_mean_s step_time_std_s "
-    "step_time_cv step_time_ci95_low_s step_time_ci95_high_s step_time_drift pipeline_bubble "
-    "compile_s peak_allocated_gib peak_reserved_gib peak_rss_gib energy_j average_power_w "
-    "tokens_per_joule final_loss goodput val_loss "
-).split()
-# Lines of the final table: label, `?` the metric without which it is left out, template.
-ROWS = """
-tokens/s | {tokens_per_sec:,.0f}
-tokens/s per device | {tokens_per_sec_per_gpu:,.0f}
-TFLOP/s per device: palm / causal | {model_tflops_per_gpu:.2f} / {model_tflops_per_gpu_causal:.2f}
-MFU: palm / causal | {mfu:.1%} / {mfu_causal:.1%}
-MFU of the FP8 or FP4 peak: palm ? mfu_low | {mfu_low:.1%}
-ideal time of matmuls: datasheet / measured roof | {ideal_time_fraction:.1%} / {roof_time_fraction:.1%}
-step time: median | {step_time_median_s:.4f} s
-step time: mean [95 %] | {step_time_mean_s:.4f} s [{step_time_ci95_low_s:.4f}, \
-{step_time_ci95_high_s:.4f}]
-step time: std, CV | {step_time_std_s:.4f} s, {step_time_cv:.1%}
-step time: drift over the window ? step_time_drift | {step_time_drift:+.1%}
-data / forward / backward / optimizer | {data_time_mean_s:ms} / {forward_time_mean_s:ms} / \
-{backward_time_mean_s:ms} / {optimizer_time_mean_s:ms} ms
-pipeline bubble: measured, ideal ? pipeline_bubble | {pipeline_bubble:.1%}, {pipeline_bubble_ideal:.1%}
-warm-up | {warmup_s:.1f} s
-compilation ? compile_s | {compile_s:.1f} s
-peak memory: allocated / reserved ? peak_allocated_gib | {peak_allocated_gib:.2f} / \
-{peak_reserved_gib:.2f} GiB
-peak memory: resident ? peak_rss_gib | {peak_rss_gib:.2f} GiB
-latest rank: before backward ? slowest_rank | {slowest_rank}, {rank_imbalance:+.1%} to the mean
-slowest device by itself: rank ? slowest_device | {slowest_device}, {device_imbalance:.1%} behind \
-the mean
-rows over the mean: fullest expert / ep rank ? expert_rows_max_over_mean | \
-{expert_rows_max_over_mean:.2f} / {ep_rank_rows_max_over_mean:.2f}
-energy ? average_power_w | {average_power_w:.0f} W, {tokens_per_joule:.2f} tokens/J
-loss: first, last | {first_loss:.4f}, {final_loss:.4f}
-checkpoint ? checkpoint_write_s | {checkpoint_bytes:,} B in {checkpoint_write_s:.3f} s
-goodput since the first start ? goodput | {goodput:.1%}
-validation loss: before, after ? val_loss | {val_loss_before:.4f}, {val_loss:.4f}
-"""
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A row of the registry; fields.toml says what each part is."""
+
+    text: str
+    unit: str = ""
+    format: str = "g"
+    shows: str = ""
+    column: str = ""
+
+
+# Sections of fields.toml: what each field of a result is, by the class that has it.
+FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
+METRICS = {name: Metric(**row) for name, row in FIELDS["Metrics"].items()}
+RUN_COLUMNS = [name for name, metric in METRICS.items() if "runs" in metric.shows]
+MEANS = [name for name, metric in METRICS.items() if "mean" in metric.shows]
+
+
+def metric_text(name: str, value: Any) -> str:
+    """A value as the registry formats it, without its unit; or that it is unknown."""
+    if value is None:
+        return "unknown"
+    form = METRICS[name].format
+    return format(1e3 * value, ".1f") if form == "ms" else format(value, form)
 
 
 def metric_rows(metrics: Metrics) -> list[tuple[str, str]]:
-    """Label and text of each line of the final table; what is unknown says so."""
+    """Label and text of each line of the final table of which a metric is known."""
     values, rows = metrics.model_dump(), []
-    for line in ROWS.strip().splitlines():
-        head, template = line.split(" | ")
-        label, _, needed = head.partition(" ? ")
-        if not needed or values[needed] is not None:
-            rows.append((label, _Template().format(template, **values)))
+    for label, template in FIELDS["console"].items():
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+        if any(values[name] is not None for name in names):
+            texts = {name: metric_text(name, values[name]) for name in names}
+            rows.append((label, template.format_map(texts)))
     return rows
-
-
-class _Template(string.Formatter):
-    """Formats unknown values as such, and seconds as milliseconds where the format is `ms`."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if value is None:
-            return "unknown"
-        if format_spec == "ms":
-            return format(1e3 * value, ".1f")
-        return super().format_field(value, format_spec)

@@ -11,8 +11,8 @@ from typing import Any
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from llm_train_bench.base.tables import markdown_text
-from llm_train_bench.results.metrics import COMPARED
+from llm_train_bench.base.tables import markdown_cell, markdown_table
+from llm_train_bench.results.metrics import RUN_COLUMNS
 from llm_train_bench.results.result_files import Step, finite_numbers, step_figures, storable
 from llm_train_bench.results.schema import METER_LENGTH, Result
 from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults
@@ -96,9 +96,8 @@ class TensorBoardFile:
         parts |= {"device": result.device.model_dump(), "environment": result.environment}
         for name, content in parts.items():
             cells = [(k, v if isinstance(v, str) else json.dumps(v)) for k, v in content.items()]
-            table = markdown_text(
-                [name, "value"], [(k, " ".join(v.splitlines())) for k, v in cells]
-            )
+            rows = [(k, markdown_cell(" ".join(v.splitlines()))) for k, v in cells]
+            table = markdown_table((name, "value"), rows, left=["value"])
             self._add(summary=text(f"run/{name}", storable(table)))
         self.file.flush()
 
@@ -124,12 +123,10 @@ class TensorBoardFile:
             plain = isinstance(value, bool | int | float | str)
             settings[name] = value if plain else str(value).lower()
         settings.pop("config", None)
-        metrics = finite_numbers({f"final/{name}": getattr(m, name) for name in COMPARED})
+        metrics = finite_numbers({f"final/{name}": getattr(m, name) for name in RUN_COLUMNS})
         for summary in hparams(storable(settings), metrics):
             self._add(summary=summary)
-        # Each final figure is a line over its steps: one dot would be no curve.
-        for step in (last - (m.n_measured_steps or 1) + 1, last):
-            self._scalars(metrics, step)
+        self._scalars(metrics, last)  # the HPARAMS tab shows a tag's last value
         if last > self.last_memory_step:
             self._add_memory(last)
         losses = [(result.first_step, m.val_loss_before), *m.val_losses, (last + 1, m.val_loss)]

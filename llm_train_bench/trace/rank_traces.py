@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.tables import markdown_table, milliseconds, show_whole
+from llm_train_bench.base.tables import markdown_table, milliseconds
 from llm_train_bench.trace.breakdown import (
     HOST,
     Breakdown,
@@ -177,25 +177,26 @@ def waiting(ranks: Sequence[Rank]) -> Waiting:
 
 def show_ranks(ranks: Sequence[Rank], waits: Waiting) -> None:
     """A row a rank, a row a collective, and who is waited for, in words."""
-    table = markdown_table(
-        "rank", "step, ms", "computes", "communication exposed", "hidden", "idle", "waits for others",
-        "others wait for it",
-    )  # fmt: skip
+    columns = ("rank", "step, ms", "computes", "communication exposed", "hidden", "idle",
+               "waits for others", "others wait for it")  # fmt: skip
+    rows = []
     for r in ranks:
         seconds, n = r.breakdown.classes_s, r.breakdown.n_steps
         apart = ("communication", "idle", "host")
-        table.add_row(str(r.rank), *(milliseconds(t) for t in (
+        rows.append((str(r.rank), *(milliseconds(t) for t in (
             r.breakdown.step_time_s, sum(t for name, t in seconds.items() if name not in apart),
             seconds.get("communication", 0.0), r.breakdown.communication_overlapped_s,
             seconds.get("idle", 0.0) + seconds.get("host", 0.0),
             waits.of(r.rank) / n / 1e6, waits.caused_by(r.rank) / n / 1e6,
-        )))  # fmt: skip
-    show_whole(table)
-    table = markdown_table("collective", "calls a step", "ms a step", "exposed", "of it waiting")
-    for kind, row in by_collective(ranks, waits).items():
-        times = (milliseconds(row[key]) for key in ("time_s", "exposed_s", "waiting_s"))
-        table.add_row(kind, f"{row['calls']:.4g}", *times)
-    show_whole(table)
+        ))))  # fmt: skip
+    print(markdown_table(columns, rows), end="")
+    columns = ("collective", "calls a step", "ms a step", "exposed", "of it waiting")
+    times = ("time_s", "exposed_s", "waiting_s")
+    rows = [
+        (kind, f"{row['calls']:.4g}", *(milliseconds(row[key]) for key in times))
+        for kind, row in by_collective(ranks, waits).items()
+    ]
+    print(markdown_table(columns, rows), end="")
     for line in verdict_on_ranks(ranks, waits):
         print(line)
     for r in ranks:

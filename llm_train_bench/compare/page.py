@@ -1,0 +1,141 @@
+"""A comparison as one HTML page, which needs no other file. Needs no torch."""
+
+import string
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench import __version__
+from llm_train_bench.base.redaction import shown_path
+from llm_train_bench.base.tables import grouped
+from llm_train_bench.compare import charts
+from llm_train_bench.compare.ratios import Compared
+from llm_train_bench.compare.report import (
+    by_speed,
+    columns_of,
+    footnotes,
+    headline,
+    provenance,
+    row_facts,
+    scaling_sentence,
+    today,
+    verdicts,
+)
+from llm_train_bench.compare.scaling import scaling
+
+# Settings with a colour, and runs that a row names.
+COLOURS, MOST_RUNS = 8, 100
+HOW_TO_READ = """
+A row is a setting, named by its differences from the others; its speed is the mean over its runs.
+The column "to reference" compares tokens/s per device with the reference's; --reference chooses another.
+A verdict needs three runs of both settings. Grey settings are not compared, for the reason in their row.
+TFLOP/s and MFU are per device and count 6 N + 12 L d T FLOPs per token, against the dense bf16 peak.
+(TDP): no energy was measured; the figure assumes that the device ran at its power limit.
+Prices without --usd-per-hour are the rough rental prices of configs/hardware.json.
+""".strip().splitlines()
+
+
+def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
+    """The report; `remarks` open it."""
+    groups = grouped(rows, lambda row: row.group)
+    runs = sum(len(row.record.runs) for row in rows)
+    remarks = [*remarks, *map(scaling_sentence, scaling(rows))]
+    search = '<input type="search" id="filter" placeholder="filter rows" aria-label="filter rows">'
+    sections = [_section(name, members) for name, members in groups.items()]
+    reading = [*footnotes(rows), *HOW_TO_READ]
+    body = [_list(remarks), search, *sections, "<h2>How to read this</h2>", _list(reading)]
+    about = f"{len(rows)} settings, {runs} runs, made {today()} by llm-train-bench {__version__}"
+    folder = Path(__file__).parent
+    template, style, script = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    return string.Template(template).substitute(
+        title=escape(f"Training speed: {', '.join(list(groups)[:3])}"),
+        about=about,
+        style=style,
+        script=script,
+        body="\n".join([*body, *_provenance(rows)]),
+    )
+
+
+def _list(lines: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<ul class="verdicts">{items}</ul>' if items else ""
+
+
+def _section(name: str, members: list[Compared]) -> str:
+    """A group: its answer, its charts, and the table of its settings."""
+    members = sorted(members, key=by_speed)
+    compared = [row for row in members if row.is_reference or not row.not_compared]
+    colours = {id(row): f"var(--c{i})" for i, row in enumerate(compared[:COLOURS])}
+    drawn = [(row, colours[id(row)]) for row in compared[:COLOURS]]
+    fastest = sorted(compared, key=lambda row: -(row.record.tokens_per_sec_per_gpu or 0.0))
+    bars = charts.speed_bars([(row, colours.get(id(row), "var(--grey)")) for row in fastest])
+    drawings = (charts.speed_against_memory, charts.step_times, charts.loss_curves)
+    panels = "".join(draw(drawn) for draw in drawings)
+    shared = f'<p class="soft">All: {escape(members[0].shared)}</p>' if members[0].shared else ""
+    best = f'<p class="headline">{escape(headline(members))}</p>'
+    return "\n".join([
+        f"<section><h2>{escape(name)}</h2>", shared, best, bars, _list(verdicts(members)),
+        _table(members, colours), f'<div class="panels">{panels}</div></section>',
+    ])  # fmt: skip
+
+
+def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
+    """The settings of a group, each row with the facts that it sorts by."""
+    columns = columns_of(members)
+    heads = "".join(
+        f'<th class="{"text" * c.words}"><button>{escape(c.head)}</button></th>' for c in columns
+    )
+    lines = []
+    for row in members:
+        facts = row_facts(row)
+        cells = [f"<td{_attributes(c.fact, facts)}>{escape(c.text(row))}</td>" for c in columns]
+        dot = f'<span class="dot" style="background:{colours.get(id(row), "var(--grey)")}"></span>'
+        cells[0] = (
+            f"<td{_attributes('setting', facts)}><details><summary>{dot}{escape(row.record.setting)}"
+            f"</summary>{_list(_runs(row))}</details></td>"
+        )
+        kind = "reference" if row.is_reference else "excluded" if row.not_compared else ""
+        text = escape(f"{row.record.setting} {row.record.hardware or ''}".lower())
+        lines.append(f'<tr class="{kind}" data-text="{text}">{"".join(cells)}</tr>')
+    body = "\n".join(lines)
+    table = f'<table class="settings"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="scroll">{table}</div><button class="more" hidden></button>'
+
+
+def _attributes(fact: str, facts: dict[str, Any]) -> str:
+    value = facts[fact]
+    words = isinstance(value, str)
+    classes = f' class="text {value if value in ("faster", "slower") else ""}"' if words else ""
+    known = "" if value is None else escape(str(value))
+    return f'{classes} data-value="{known}"'
+
+
+def _runs(row: Compared) -> list[str]:
+    """A line for each run of a setting."""
+    lines = []
+    for run in row.record.runs[:MOST_RUNS]:
+        rate = run.tokens_per_sec_per_gpu
+        speed = "unknown" if rate is None else f"{rate:,.6g}"
+        why = f" ({'; '.join(run.invalid)})" if run.invalid else ""
+        lines.append(f"{run.label}: {speed} tokens/s{why}, {shown_path(run.path)}")
+    more = len(row.record.runs) - MOST_RUNS
+    return [*lines, f"{more} more in runs.csv"] if more > 0 else lines
+
+
+def _provenance(rows: list[Compared]) -> list[str]:
+    """Where the runs are from: what differs between them, and what is the same."""
+    differ, shared = provenance(rows)
+    parts = []
+    if len(differ) > 1 and len(differ[0]) > 1:
+        parts += ["<h2>Provenance: what differs between the runs</h2>", _grid(differ)]
+    if shared:
+        parts += ["<h2>Provenance: the same for all runs</h2>", _grid(shared)]
+    return parts
+
+
+def _grid(lines: Iterable[Sequence[str]]) -> str:
+    cells = ("".join(f'<td class="text">{escape(x)}</td>' for x in line) for line in lines)
+    return f'<div class="scroll"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
