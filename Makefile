@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 
-.PHONY: demo test parity layouts test-cells test-oldest test-newest test-track docs records pictures lint peers faults fuzz bench on-gpu \
+.PHONY: demo test layouts test-cells test-oldest test-newest test-track docs records pictures lint peers faults fuzz bench on-gpu \
   gpu-bench cpu-baselines image-test cluster-test clean
 
 # What a run needs, and with it what development needs.
@@ -64,10 +64,6 @@ records: $(READY)
 pictures: $(READY)
 	$(BIN)/python docs/pictures.py
 
-# Every family against transformers: logits, loss, gradients, files; and its layouts (docs/MODELS.md).
-parity: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.test_parity
-
 # Fault injection into checkpoints, up to 90 minutes; in parts: PART="kills chains" COUNT=100.
 faults: $(READY)
 	OMP_NUM_THREADS=1 PART="$(PART)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
@@ -84,7 +80,7 @@ test-track: $(READY)
 	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/wandb_offline.py
 
 # Compare every layout of ranks with one device: losses, norms, every gradient; five minutes. With
-# DEVICE=cuda on GPUs, which ranks share (docs/LAYOUTS.md); LAYOUTS="tp2 cp2" or on-gpu runs some.
+# DEVICE=cuda on GPUs, which ranks share (docs/MODELS.md); LAYOUTS="tp2 cp2" or on-gpu runs some.
 layouts: $(READY)
 	$(BIN)/python -m tests.layouts $(LAYOUTS)
 

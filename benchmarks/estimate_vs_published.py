@@ -255,32 +255,27 @@ def tables() -> dict[str, str]:
     """The tables of docs/ESTIMATES.md as Markdown, by their names."""
     held = held_rows()
     figures = "rows|median error|80 % within|lowest|highest|beyond 20 %"
-    new = [row for row in held if "added" in row]
     samples = {"fitted": published_rows("fit"), "held": held}
-    samples |= {"held, of before": [r for r in held if "added" not in r], "held, new": new}
-    sums = [[f"{name}, {kind}", *line_of(errors([r for r in rows if format_of(r) == kind]))]
-            for name, rows in samples.items() for kind in ("bf16", "FP8")]  # fmt: skip
-    sums += [[name, *line_of(errors(rows))] for name, rows in samples.items()]
-    by = lambda key: [[", ".join(k) if isinstance(k, tuple) else k, *line_of(v)]  # noqa: E731
-                      for k, v in grouped(held, key).items()]  # fmt: skip
-    trainers = by(lambda row: row["trainer"].split()[0])
-    ranges = by(lambda row: (*range_group(row), format_of(row)))
+    samples |= {f"held, {kind}": rows for kind, rows in gathered(held, format_of).items()}
+    samples["held, before 30 November"] = [row for row in held if "added" not in row]
+    samples["held, since then"] = [row for row in held if "added" in row]
+    samples["LoRA"] = published_rows("lora")
+    sums = [[name, *line_of(errors(rows))] for name, rows in samples.items()]
+    groups = grouped(held, lambda row: (*range_group(row), format_of(row)))
+    ranges = [[", ".join(key), *line_of(values)] for key, values in groups.items()]
     worst = sorted(zip(errors(held), held, strict=True), key=lambda x: -abs(math.log(1 + x[0])))
-    ten = [[f"{e:+.0%}", setting_of(row), row.get("doubt", "unknown")] for e, row in worst[:10]]
+    ten = [[f"{e:+.0%}", setting_of(row).partition(", T ")[0], row.get("doubt", "unknown")]
+           for e, row in worst[:10]]  # fmt: skip
     pairs = {name: calibrated_pairs(rows) for name, rows in list(samples.items())[:2]}
     both = {name: list(zip(*found, strict=True)) for name, found in pairs.items()}
     medians = [[name, str(len(pairs[name])), *(f"{statistics.median(map(abs, e)):.1%}" for e in x)]
                for name, x in both.items()]  # fmt: skip
-    adapters = published_rows("lora")
-    lora = [[setting_of(r), f"{e:+.0%}"] for r, e in zip(adapters, errors(adapters), strict=True)]
     inside, number = coverage(held)
     covered = [[f"{inside} of {number}", f"{inside / number:.0%}"]]
     made = {
         "sums": (f"published rows|{figures}", sums),
-        "trainers": (f"trainer|{figures}", trainers),
         "ranges": (f"devices, model, format|{figures}", ranges),
         "covered": ("rows within a range made without their source|part", covered),
-        "lora": ("setting|error", lora),
         "worst": ("error|setting|why", ten),
         "calibrated": ("pairs|n|median error|with --calibrate", medians),
         "memory": ("|".join(["memory", "n", *VERDICTS]), memory_lines()),

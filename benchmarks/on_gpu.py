@@ -5,7 +5,7 @@
     mission   the README's commands: CUDA graphs, DDP with FP8, FSDP; Transformer Engine, torchao, bf16
     peers     other trainers beside ours (benchmarks/peer_models.py), compiled, in bf16
     moe       experts in bf16 and FP8, with traces
-    ranks     layouts of several ranks against one, over NCCL on this GPU (docs/LAYOUTS.md)
+    ranks     layouts of several ranks against one, over NCCL on this GPU (docs/MODELS.md)
     kernels   matmul rates (benchmarks/gemm.py), and single kernels
     fp8       bf16 and FP8 of one shape, three times in turn, then traced
     exact     initial values, and the known losses of the workloads, in fp32

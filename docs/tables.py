@@ -1,4 +1,4 @@
-"""Write what code declares: the docs' tables (make docs)."""
+"""Write what code declares into the docs: metrics, flags, combinations (make docs)."""
 
 import collections
 import re
@@ -8,11 +8,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from llm_train_bench.results.metrics import FIELDS
 from llm_train_bench.settings.flags import GRAPH_MODES, Args, Script
+from llm_train_bench.settings.help_text import described_flags
 from llm_train_bench.settings.rules import CONTRADICTIONS, FP8_RECIPES, TOGGLES, broken_rule
 
 DOCS = Path(__file__).parent
-COMBINATIONS = re.compile(r"<!-- combinations -->\n\n\|.*?\n\n(- .*\n)+", re.DOTALL)
+# A place for what code declares, between <!-- NAME --> and <!-- end -->.
+PLACE = re.compile(
+    r"(<!-- (fields|flags|combinations)(?:: (\w+))?(?: from (\w+))? -->\n).*?(<!-- end -->)",
+    re.DOTALL,
+)
 
 _GRAPHS = dict(pt_compile=True, compile_mode=GRAPH_MODES[0])
 _OP = dict(sac_freq="1/1", sac_policy="op")
@@ -60,9 +66,42 @@ def _cell(amp: str, fp8: str, compiled: str) -> str:
     return "; ".join(f"{what} in {', '.join(scripts)}" for what, scripts in parts.items())
 
 
+def field_list(section: str, names: list[str]) -> str:
+    """What each of these fields of fields.toml is, with its unit."""
+    lines = []
+    for name in names:
+        row = FIELDS[section][name]
+        unit = f" [{row['unit']}]" if "unit" in row else ""
+        lines.append(f"- `{name}`{unit}: {row if isinstance(row, str) else row['text']}\n")
+    return "".join(lines)
+
+
+def flag_list() -> str:
+    """Every flag of the training scripts in its group."""
+    lines = []
+    for title, flags in described_flags(Args):
+        lines.append(f"\n## {title}\n\n")
+        lines += [f"- `{usage}`: {text}\n" for usage, text in flags]
+    return "".join(lines) + "\n"
+
+
 def with_tables(page: str) -> str:
-    """A page with its tables as the code declares them."""
-    return COMBINATIONS.sub(f"<!-- combinations -->\n\n{combinations_table()}\n", page)
+    """A page with its lists and tables as the code declares them."""
+    starts = [start for *_, start, _ in PLACE.findall(page) if start]
+
+    def made(match: re.Match) -> str:
+        head, kind, section, start, end = match.groups()
+        if kind == "flags":
+            return head + flag_list() + end
+        if kind == "combinations":
+            return f"{head}\n{combinations_table()}\n{end}"
+        names = list(FIELDS[section])
+        if start:
+            later = starts[starts.index(start) + 1 :]
+            names = names[names.index(start) : names.index(later[0]) if later else None]
+        return head + field_list(section, names) + end
+
+    return PLACE.sub(made, page)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark around the model: a package per subject; imports run downward (docs/ARCHITECTURE.md).
+"""The benchmark around the model: a package per subject; imports run downward (CONTRIBUTING.md).
 
 The names below are for other programs (docs/PYTHON.md); everything else may change.
 """

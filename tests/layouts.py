@@ -1,7 +1,7 @@
 """Every layout against one device: losses, norms, every gradient, and the parameters at the end.
 
     make layouts               all cases
-    DEVICE=cuda make layouts   on GPUs, which ranks share where there are fewer (docs/LAYOUTS.md)
+    DEVICE=cuda make layouts   on GPUs, which ranks share where there are fewer (docs/MODELS.md)
 
 tests/test_layouts.py runs a short form. Tolerances are of fp32 on a CPU with gloo, over 6 AdamW steps
 with clipping active, and in some models inactive at the end. Under bf16 only the first gradients are

@@ -34,7 +34,6 @@ from tests.helpers import ROOT, cases, changed, read_steps, records_of, result_o
 
 RUNS = ROOT / "benchmarks/results/h200-20261127"
 NCCL = ROOT / "tests/nccl_lines.txt"
-CPU = torch.device("cpu")
 SHORT = "--n-steps 4 --warmup-steps 1 --no-tensorboard"
 
 

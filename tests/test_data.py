@@ -145,23 +145,15 @@ def test_synthetic_tokens_are_the_samples_own_however_many_are_made_at_once(ahea
         assert torch.equal(ids, samples[first : first + 2])
 
 
-def test_synthetic_tokens_are_uniform_seeded_and_independent():
-    (ids,) = SyntheticTokens(50257, 64, 1023, 0, CPU).micro_batches(range(1))
+def test_synthetic_tokens_are_the_same_in_every_version_and_depend_on_the_seed():
+    ids, other = (
+        next(iter(SyntheticTokens(50257, 64, 1023, seed, CPU).micro_batches(range(1))))
+        for seed in (0, 1)
+    )
     assert ids.shape == (64, 1024) and ids.min() >= 0 and ids.max() < 50257
-    # Mean of 65536 uniform draws: standard error 0.0011 of the range.
-    assert abs(ids.double().mean() / 50256 - 0.5) < 0.006
-    # Runs of any version are of the same tokens.
+    assert not torch.equal(ids, other)
     pinned = hash_ids(torch.tensor([0, 1, 2**32, 2**40 + 5]), 7).tolist()
     assert pinned == [1433166748, 1663012985, 1325272519, 1917423555]
-    bits = hash_ids(torch.arange(2**16), 0)
-    ones = torch.stack([(bits >> b & 1).double().mean() for b in range(31)])
-    assert (ones - 0.5).abs().max() < 0.01
-    lagged = torch.corrcoef(torch.stack((ids[:, :-1].flatten(), ids[:, 1:].flatten())).double())
-    assert abs(lagged[0, 1]) < 0.02
-    (other,) = SyntheticTokens(50257, 64, 1023, 1, CPU).micro_batches(range(1))
-    assert not torch.equal(ids, other)
-    assert len(torch.unique(hash_ids(torch.arange(2**20), 7))) > 0.999 * 2**20
-    assert (hash_ids(torch.arange(2**16) + 2**40, 0) == bits).double().mean() < 0.001
 
 
 def test_ids_outside_the_vocabulary_are_found_before_the_first_step(counting_file):

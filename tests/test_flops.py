@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from llm_train_bench.apply.recompute import apply_recompute
-from llm_train_bench.formulas import flops
 from llm_train_bench.formulas.flops import flops_per_token, recomputed_flops_per_token
 from llm_train_bench.formulas.parameters import linear_parameters
 from llm_train_bench.formulas.work import Fp8Work, Recompute
@@ -91,15 +90,6 @@ def test_every_family(family):
     assert again == pytest.approx(recomputed_flops_per_token(kept))
 
 
-@pytest.mark.parametrize(("T", "window"), [(512, None), (512, 64), (512, 512), (512, 1000)])
-def test_attended_keys_against_the_mask_itself(T, window):
-    """Pairs the mask lets through, per query; the formulas leave out the diagonal's half pair."""
-    key = torch.arange(T)
-    pairs = ((key <= key[:, None]) & (key[:, None] - key < (window or T))).sum().item() / T
-    assert flops.attended_keys(T, window, causal=True) == pytest.approx(pairs, abs=0.51)
-    assert flops.attended_keys(T, window, causal=False) == min(T, window or T)
-
-
 @pytest.mark.parametrize("freq", ["1/1", "1/2", "1/3"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_recomputed_flops_are_what_checkpointing_repeats(freq, dropout):
@@ -137,14 +127,6 @@ def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too():
     compiled = work_of(shape, 16, "--sac-freq", "1/1", "--pt-compile")
     assert formula(compiled) == eager - down
     assert formula(layers=("attn.qkv",)) == eager - down
-
-
-def test_attention_that_is_repeated_counts_by_the_convention():
-    shape, T = load_config("configs/llama-tiny.json"), 64
-    work = plan_of([shape.path, "--seq-len", T, "--sac-freq", "1/1"]).work
-    again = [recomputed_flops_per_token(work, causal=causal) for causal in (False, True)]
-    width = shape.num_attention_heads * shape.head_dim
-    assert again[0] - again[1] == shape.num_hidden_layers * 2 * width * T
 
 
 @pytest.mark.parametrize(

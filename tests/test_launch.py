@@ -119,20 +119,6 @@ def test_bad_input_that_ranks_find_is_one_line(argv, message, start, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_launchers_copy_of_a_signal_is_no_second_wish(monkeypatch):
-    rank = {"TORCHELASTIC_RUN_ID": "1"}
-    for under, seconds, wishes, number in (
-        (rank, (0, 0.1, 2.9, 3.1), [False, False, False, True], signal.SIGTERM),  # at once, a copy
-        (rank, (0, 3.1), [False, True], signal.SIGTERM),
-        (rank, (0, 1), [False, True], signals.SECOND),
-        ({}, (0, 0.1, 0.3), [False, False, True], signal.SIGTERM),
-    ):
-        monkeypatch.setattr(os, "environ", under)
-        heard = signals.Heard()
-        monkeypatch.setattr(time, "monotonic", iter(seconds).__next__)
-        assert [heard.again(number) for _ in seconds] == wishes
-
-
 def test_a_signal_between_an_error_and_its_report_hides_neither(monkeypatch, capsys):
     """The agent ends a rank when another one has failed, at any moment."""
 

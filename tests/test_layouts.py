@@ -9,8 +9,7 @@ import torch
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Parallelism
-from llm_train_bench.model import experts, layout
-from llm_train_bench.model.config import parse_config
+from llm_train_bench.model import experts
 from llm_train_bench.model.experts import (
     MixtureOfExperts,
     imbalance_since,
@@ -19,7 +18,6 @@ from llm_train_bench.model.experts import (
 )
 from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.model.weights import sharded_dimension
 from llm_train_bench.parallel.layout import Gradients, RankLayout
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests import layouts
@@ -70,36 +68,6 @@ def test_the_host_waits_once_for_rows_of_a_layer_and_micro_batch(finished):
     micro = case.size("--grad-acc-steps")
     assert "--sac-freq" in case.flags
     assert facts_of(finished / name)["waits"] <= (len(steps) + evaluations) * micro
-
-
-class Part(layout.Layout):
-    """A rank of a made-up layout, for the arithmetic of parts."""
-
-    def __init__(self, n: int, rank: int):
-        self.tp = self.ep = n
-        self.tp_rank = self.ep_rank = rank
-
-
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "moe", "gpt_oss", "deepseek"])
-def test_parts_are_those_that_the_model_builds_and_join_to_the_whole(family, monkeypatch):
-    shape = parse_config(layouts.MODELS[family], "x.json")
-    with torch.device("meta"):
-        whole = dict(Transformer(shape, 8).weights())
-        part = dict(Transformer(shape, 8, layout=Part(2, 1)).weights())
-    for weight, parameter in whole.items():
-        assert weight.shape == parameter.shape, weight.name
-        shards = [weight.shard(Part(2, rank)) for rank in (0, 1)]
-        assert shards[1].sizes == part[weight].shape, weight.name
-        full = torch.arange(parameter.numel()).view(parameter.shape)
-        parts = [full[shard.slices] for shard in shards]
-        if weight.split is not None:
-            assert torch.equal(torch.cat(parts, weight.split.dimension), full), weight.name
-
-
-def test_experts_are_sharded_whole_unless_ranks_outnumber_them():
-    dimensions = [sharded_dimension((8, 48, 64), ranks) for ranks in (1, 7, 8, 9, 16, 32)]
-    assert dimensions == [0, 0, 0, 0, 1, 0]  # 48 rows do not divide by 9 and 32
-    assert sharded_dimension((8, 48), 16) == sharded_dimension((8,), 16) == 0  # biases
 
 
 def test_balanced_routing_gives_every_expert_as_many_rows():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from llm_train_bench.model import loss as head
-from llm_train_bench.model.loss import LinearCrossEntropy, chunk_rows
+from llm_train_bench.model.loss import LinearCrossEntropy
 
 N, D, V = 75, 32, 211
 
@@ -129,14 +129,6 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="only once"):
         loss.backward()
-
-
-def test_chunk_rows():
-    sizes = (8192, 128256), (8192, 50257), (100, 65), (8192, 10**9)
-    assert [chunk_rows(*size) for size in sizes] == [1024, 2048, 100, 16]
-    # A head whose gradient is large has larger chunks, and never more than four times as large.
-    assert chunk_rows(20480, 128256, 4096) == chunk_rows(20480, 128256, 16384) == 4096
-    assert chunk_rows(32768, 50257, 768) == chunk_rows(32768, 50257, 1600) == 2048
 
 
 @pytest.mark.parametrize("missing", [0, 3])

@@ -291,18 +291,6 @@ def test_whatever_ends_a_process_all_steps_are_kept(name, with_statement, tmp_pa
     assert r["metrics"]["n_measured_steps"] == 49
 
 
-def test_a_pause_in_the_window_makes_a_run_invalid(tmp_path):
-    with meter_of(tmp_path) as meter:
-        for _ in range(6):
-            with meter.step():
-                pass
-            with meter.paused():
-                time.sleep(0.05)
-    r = only_result(tmp_path)
-    assert r["metrics"]["window_s"] < 0.05
-    assert read_result(tmp_path / r["run_name"]).invalid == ["paused in the window"]
-
-
 def test_runs_without_settings_are_repeats_if_their_words_are_equal(tmp_path, monkeypatch):
     keys = []
     for i, argv in enumerate(("a.py --lr 1", "a.py --lr 1", "a.py --lr 2")):
@@ -528,18 +516,6 @@ def test_lightnings_steps(tmp_path):
     assert [s["tokens"] for s in read_steps(tmp_path / "partial")] == [8, 5, 8, 5, 8]
     _, r = fit("inside", accumulate_grad_batches=4, val_check_interval=10)
     assert noted(r, "paused inside a step")
-
-
-def test_the_public_names_are_those_of_the_page():
-    page = (ROOT / "docs/PYTHON.md").read_text()
-    assert set(re.findall(r"^## `(\w+)`", page, re.MULTILINE)) == set(llm_train_bench.__all__)
-    for name in llm_train_bench.__all__:
-        assert getattr(llm_train_bench, name).__doc__
-    with pytest.raises(AttributeError, match="no attribute 'Meters'"):
-        llm_train_bench.Meters  # noqa: B018
-    public = {name for name in dir(Meter(TINY, **SMALL)) if not name.startswith("_")}
-    assert public == {"paused", "result", "start", "step", "stop"}
-    assert all(f"`{name}" in page or f".{name}" in page for name in public)
 
 
 def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):

@@ -6,12 +6,11 @@ import math
 import sys
 import time
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import on_gpu, peers
+from benchmarks import on_gpu
 from llm_train_bench.formulas.memory_model import estimate_memory
 from tests.helpers import ROOT, plan_of, write_config
 from tests.processes import forked
@@ -70,41 +69,6 @@ def test_a_run_of_on_gpu_that_fails_or_is_wrong_ends_no_other(tmp_path):
     late = on_gpu.Part("late", tmp_path, time.monotonic(), None)
     late.take_turns({"125m": run(4.0)}, rounds=1)
     assert late.rows[0]["left_out"] == "no time" and on_gpu.show("late", tmp_path) == 5
-
-
-def test_peers_of_every_shape_have_their_share_of_the_time(tmp_path, monkeypatch):
-    """On a GPU the rounds of a shape use all of it. Each run takes ten seconds of a stand-in's clock."""
-    clock = [0.0]
-
-    def run(*_):
-        clock[0] += 10
-        return {"losses": [4.0], "norm": 1.0, "ms": 1.0}
-
-    monkeypatch.setattr(peers, "write_checkpoint", run)
-    monkeypatch.setattr(peers, "time_peer", lambda *_: run()["ms"])
-    with mock.patch.multiple(on_gpu, time=mock.Mock(monotonic=lambda: clock[0]), GPU=True,
-                             sized=lambda _: ({"vocab_size": 9}, 2, 8), run_here=run):  # fmt: skip
-        part = on_gpu.Part("peers", tmp_path, 150.0, None)
-        on_gpu.peers(part)
-    timed = {row["run"] for row in part.rows if "ms" in row}
-    assert {name.rpartition(", ")[0] for name in timed} == {"gpt2, 125m", "gpt2, 1.5b", "llama, 8b"}
-    assert any("left_out" in row for row in part.rows) and clock[0] <= 150
-    assert not any("failed" in row for row in part.rows)
-
-
-def test_what_a_part_started_ends_with_its_time(tmp_path):
-    """Its children too, in sessions of their own, which a file shows: nothing writes into it any more."""
-    child = "import time\nwhile True: open('beat', 'w').write('x'); time.sleep(0.01)"
-    options = f"cwd={str(tmp_path)!r}, start_new_session=True"
-    code = f"import subprocess as s, sys\ns.run([sys.executable, '-c', {child!r}], {options})"
-    beat = tmp_path / "beat"
-    with (tmp_path / "log").open("w") as log:
-        while not beat.exists():
-            command = [sys.executable, "-c", code]
-            assert on_gpu.limited(command, time.monotonic() + 1.0, log) == 124
-    beat.unlink()
-    time.sleep(0.1)
-    assert not beat.exists()
 
 
 def test_on_gpu_runs_on_a_cpu(tmp_path, monkeypatch, capsys):

@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import json
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from llm_train_bench.apply.data import SyntheticTokens
 from llm_train_bench.apply.sharded import materialize
-from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import ConfigError, keep_first_layers, parse_config
 from llm_train_bench.model.families import FAMILIES as ROWS
 from llm_train_bench.model.hf import check_pretrained, save_pretrained, to_hf
@@ -265,17 +262,6 @@ def same_logits(values: dict, directory, std: float = 0.1):
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-3 * std, rtol=0)
 
 
-@pytest.mark.parametrize("masked", ["pieces", "flex"])
-def test_window_hides_what_lies_before_it(masked):
-    """Position i of one layer depends on i - 8 and on nothing older."""
-    model = built(config("mistral", num_hidden_layers=1, sliding_window=9), 0, T, masked)
-    tokens = some_tokens(1, T)
-    changed = tokens.index_fill(1, torch.tensor(5), (tokens[0, 5].item() + 1) % 97)
-    with torch.no_grad():
-        moved = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-7
-    assert moved.nonzero().flatten().tolist() == list(range(5, 5 + 9))
-
-
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_a_trained_model_opens_in_transformers(family, tmp_path):
     """train.py --export, then AutoModelForCausalLM: the last loss of training is theirs too."""
@@ -330,41 +316,3 @@ def test_padding_rows_change_no_other_value():
     plain, padded = (built(parse_config(odd, "odd.json", rows)) for rows in (1, 64))
     assert padded.embed.weight.shape[0] == 64 and not padded.embed.weight[31:].any()
     assert torch.equal(padded.embed.weight[:31], plain.embed.weight)
-
-
-def layouts_of(family: str) -> str:
-    """The layouts that a config of these heads can have, as the plan says."""
-    odd, able = family in ("mixtral", "granitemoehybrid"), []  # their experts do not divide by two
-    values = FAMILIES[family] | (dict(num_local_experts=4) if odd else {})
-    for name in ("tp", "cp", "ep", "pp"):
-        script = "train_pp.py" if name == "pp" else "train_fsdp.py"
-        argv = words(f"x.json --device cpu --amp off --seq-len 64 --{name} 2")
-        with contextlib.suppress(UsageError):
-            plan_of(argv, script, 4, "cpu", parse_config(values, "x.json"))
-            able.append(name)
-    return ", ".join(able)
-
-
-def table(directory) -> None:
-    """The table of docs/MODELS.md: the largest differences from transformers, and the layouts."""
-    print("| family | logits | loss | gradients | written and read | layouts |")
-    print("|---|--:|--:|--:|---|---|")
-    for family in FAMILIES:
-        theirs = reference(FAMILIES[family])
-        ours = copied(theirs, config(family), directory / family)
-        *values, (grads, right) = outcomes(ours, theirs)
-        far = [(a - b).abs().max() for a, b in values]
-        errors = {n: (grads[n] - g).norm() / g.norm().clamp(min=1e-12) for n, g in right.items()}
-        far.append(max(errors.values()))
-        save_pretrained(ours, directory / "again")
-        kind = FAMILIES[family]["model_type"].replace("kimi_k2", "deepseek_v3")
-        rename(directory / "again", kind)
-        again = type(theirs).from_pretrained(directory / "again").state_dict()
-        same = all(torch.equal(again[name], value) for name, value in theirs.state_dict().items())
-        figures = " | ".join(f"{x:.0e}" for x in far)
-        print(f"| `{family}` | {figures} | {'✓' if same else '✗'} | {layouts_of(family)} |")
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        table(Path(place))

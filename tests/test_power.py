@@ -14,7 +14,6 @@ import torch
 
 from llm_train_bench.measure.device import memory_now, peak_memory
 from llm_train_bench.measure.power import PowerMeter
-from llm_train_bench.measure.sensors import nvidia
 from llm_train_bench.measure.sensors.amd import AmdSensor
 from llm_train_bench.measure.sensors.nvidia import NvidiaSensor
 from llm_train_bench.measure.sensors.sensor import Sample
@@ -274,22 +273,3 @@ def test_mean_memory_is_of_all_looks(monkeypatch):
         assert 0.15 < memory_now(torch.device("cpu")) - before < 0.3
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**29)
     assert memory_now(GPU) == 1.5
-
-
-def test_nvmls_names_are_its_own():
-    """Bits and fields are those of nvidia-ml-py, which is made from NVIDIA's header."""
-    pynvml = pytest.importorskip("pynvml")
-    names = {  # of the bit, and of the field without its prefix
-        "power cap": ("SwPowerCap", "SW_POWER_CAP"),
-        "hardware slowdown": ("HwSlowdown", None),
-        "sync boost": ("SyncBoost", "SYNC_BOOST"),
-        "thermal (software)": ("SwThermalSlowdown", "SW_THERM_SLOWDOWN"),
-        "thermal (hardware)": ("HwThermalSlowdown", "HW_THERM_SLOWDOWN"),
-        "power brake": ("HwPowerBrakeSlowdown", "HW_POWER_BRAKE_SLOWDOWN"),
-    }
-    bits = {k: getattr(pynvml, f"nvmlClocksEventReason{v}") for k, (v, _) in names.items()}
-    assert bits == nvidia.REASONS
-    prefix = "NVML_FI_DEV_CLOCKS_EVENT_REASON_"
-    fields = {k: getattr(pynvml, prefix + v) for k, (_, v) in names.items() if v}
-    assert fields == nvidia.NVML_COUNTERS
-    assert pynvml.NVML_FI_DEV_POWER_INSTANT == nvidia.INSTANT_POWER

@@ -17,7 +17,6 @@ from llm_train_bench.apply.blocks import apply_linear_layers
 from llm_train_bench.apply.compile import apply_compile, compile_counts, compile_error
 from llm_train_bench.apply.fp8 import te as fp8_te
 from llm_train_bench.apply.fp8 import torchao
-from llm_train_bench.apply.fp8.te import native_name
 from llm_train_bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
 from llm_train_bench.apply.precision import LossScaler, set_precision
 from llm_train_bench.apply.recompute import apply_recompute
@@ -149,16 +148,6 @@ def test_an_overflow_is_skipped_and_halves_the_scale(name, moments):
     assert all((s[moments] == 0).all() for s in optimizer.state.values())
 
 
-def test_the_scale_doubles_after_2000_good_steps():
-    scaler = LossScaler(CPU)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    for _ in range(LossScaler.GROWTH_STEPS - 1):
-        scaler.before_step(optimizer, torch.ones(()))
-    assert scaler.scale == LossScaler.START
-    scaler.before_step(optimizer, torch.ones(()))
-    assert scaler.scale == 2 * LossScaler.START and scaler.good_steps == 0
-
-
 def test_skipped_steps_are_counted(tmp_path, monkeypatch):
     """The run lowers a scale that is far too large to one that works."""
     monkeypatch.setattr(LossScaler, "START", 2.0**26)
@@ -199,22 +188,6 @@ def test_fp8_rounds_the_blocks_and_nothing_else(recipe):
     assert info.high_precision["blocks.*.mlp.down"] == f"88 x 48 {ODD}"
     assert "blocks.*.mlp.gate_up" not in info.high_precision
     assert info.n_parameters == 3 * 176 * 48
-
-
-def test_each_recipe_is_its_own():
-    """rowwise and rowwise_with_gw_hp have the same forward, but other gradients of the weight."""
-    losses, gradients, ids = [], [], torch.arange(64)[None]
-    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        model, _ = fp8_model(recipe, FAMILIES["llama"])
-        with torch.autocast("cpu", torch.bfloat16):
-            losses.append(model(ids, ids))
-        losses[-1].backward()
-        gradients.append(model.blocks["2"].mlp.gate_up.weight.grad)
-    assert losses[0] != losses[1] == losses[2]
-    tensorwise, rowwise, exact = gradients
-    for rounded in (tensorwise, rowwise):
-        assert 5e-3 < ((rounded - exact).norm() / exact.norm()).item() < 0.2
-    assert not torch.equal(tensorwise, rowwise)
 
 
 @pytest.mark.parametrize(
@@ -409,19 +382,6 @@ def test_an_fp8_run_says_what_it_did_and_exports(tmp_path):
     assert read_steps(tmp_path / "again")[0]["loss"] < first - 0.05
 
 
-def test_the_te_block_has_the_names_of_the_plain_one():
-    """Transformer Engine's own parameter names, as its documentation lists them."""
-    shape = config("gpt2")
-    with torch.device("meta"):
-        plain = {name for name, _ in Transformer(shape, 8).named_parameters() if "blocks.0" in name}
-    norm, both = ["layer_norm_weight", "layer_norm_bias"], ["weight", "bias"]
-    mlp = [f"fc{i}_{kind}" for i in (1, 2) for kind in both]
-    theirs = {"attn.qkv": norm + both, "attn.out": both, "mlp": norm + mlp}
-    names = [f"blocks.0.{part}.{name}" for part, names in theirs.items() for name in names]
-    assert {native_name(name, shape) for name in names} == plain
-    assert native_name("blocks.0.mlp.fc1_weight", config("llama")) == "blocks.0.mlp.gate_up.weight"
-
-
 @pytest.mark.parametrize(
     ("flags", "peak", "beyond"),
     [("", 1e-7, True), ("", 100, False), ("--amp off", 1e-7, True), (EMULATED, 1e-7, False)],
@@ -556,30 +516,6 @@ def test_numerics_gate_catches_what_learns_otherwise():
         (False, "fp32 compile", reference * (1 + 4e-4), 1e-4),
     ):
         assert numerics.judge(name, curve, reference, noise)["ok"] is ok, name
-
-
-def test_gemm_shapes_are_the_models_matmuls():
-    from llm_train_bench.formulas.parameters import linear_parameters
-
-    shape = config("qwen3")
-    shapes = gemm.model_shapes(shape, 128)
-    forward = {n: s for n, s in shapes.items() if "gradient" not in n and "head" not in n}
-    total = sum(m * n * k for m, n, k, _ in forward.values()) * shape.num_hidden_layers
-    linear = linear_parameters(shape)
-    assert total == 128 * (sum(linear.values()) - linear["head"])
-    for name, (*sizes, layout) in forward.items():
-        assert layout == "TN"
-        for gradient, expected in (("input gradient", "NN"), ("weight gradient", "NT")):
-            *others, layout = shapes[f"{name}, {gradient}"]
-            assert sorted(others) == sorted(sizes) and layout == expected
-
-
-def test_gemm_roof_of_fp8_is_that_of_a_training_step():
-    """One matmul of three with fast sums: 3 / (1/1500 + 2/1200) = 1286."""
-    rates = ("bf16", 700), ("fp8", 1500), ("fp8 exact sums", 1200), ("bf16", 790)
-    rows = [{"format": kind, "median_tflops": rate} for kind, rate in rates]
-    assert gemm.roof(rows) == pytest.approx({"bf16_tflops": 790, "fp8_tflops": 1285.71}, rel=1e-4)
-    assert gemm.roof(rows[:1]) == {"bf16_tflops": 700}
 
 
 @pytest.mark.parametrize(

@@ -282,11 +282,6 @@ def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
     assert err.count("\n") == 1 and "logs: " in err and "rows kept: 0" in err
 
 
-def test_values_may_be_variables():
-    environ = {"A": "1", "EMPTY": ""}
-    assert experiments.substitute("${A} ${B:-2} ${EMPTY:-3} $A", environ) == "1 2 3 $A"
-
-
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/sweeps/*.yaml")), ids=lambda p: p.stem)
 def test_ready_files_are_valid(path):
     e = read_experiment(path)

@@ -36,7 +36,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         raise OwnError(
             f"rank {local_rank} of this machine sees no GPU for itself, only {n} in all; start one rank "
             "per GPU, and let each see all of them (srun: --gpu-bind=none, not --gpus-per-task). "
-            f"{SHARE_GPU}=1 lets ranks share GPUs, to test layouts (docs/LAYOUTS.md)"
+            f"{SHARE_GPU}=1 lets ranks share GPUs, to test layouts (docs/MODELS.md)"
         )
     device = torch.device("cuda", local_rank % n)
     torch.cuda.set_device(device)

@@ -176,7 +176,7 @@ def _notes(work: Work, schedule: Schedule) -> Iterator[str]:
     if work.fp8 and work.fp8.emulated:
         yield "FP8 was emulated: the figures say nothing of FP8's speed"
     if work.trains and work.config.experts and work.config.experts.aux_loss:
-        yield "the balance loss is of each layer, summed; transformers pools them (docs/LAYOUTS.md)"
+        yield "the balance loss is of each layer, summed; transformers pools them (docs/MODELS.md)"
     if work.lora:
         base = "bf16" if work.lora.base_bytes == 2 else "fp32"
         yield f"LoRA: {work.lora.numbers():,} parameters trained in fp32, all others frozen in {base}"

@@ -6,6 +6,7 @@ import inspect
 import re
 import shutil
 import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llm_train_bench.base.start import ROOT
@@ -85,23 +86,41 @@ def _summary(kind: type, prog: str) -> list[str]:
 
 def _sections(kind: type, groups: dict[str, tuple[str, list[str]]]) -> list[str]:
     """Groups as lines: a title, then flags with their values, help and defaults."""
-    flags, default, texts = declared(kind), defaults(kind), help_texts(kind)
     lines: list[str] = []
     for title, names in groups.values():
         lines += ["", f"{title}:"] if title else []
-        for n in names:
-            is_switch = flags[n].annotation is bool
-            value = "" if is_switch else f" {flags[n].metavar or _metavar(flags[n])}"
-            left = f"  {value.strip() if flags[n].positional else flag_of(n) + value}"
-            quiet = is_switch or default[n] in (None, (), "", dataclasses.MISSING)
-            shown = f"{default[n]:.0%}" if flags[n].metavar == "PERCENT" else default[n]
-            text = texts[n] if quiet else f"{texts[n]} (default: {shown})"
+        for usage, text in _described(kind, names):
+            left = f"  {usage}"
             if len(left) > 28:
                 lines.append(left)
                 left = ""
             wrap = textwrap.TextWrapper(_width(), f"{left:<30}", " " * 30, break_on_hyphens=False)
             lines += wrap.wrap(text)
     return lines
+
+
+def _described(kind: type, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each flag with its values, and its help with the default."""
+    flags, default, texts = declared(kind), defaults(kind), help_texts(kind)
+    for n in names:
+        is_switch = flags[n].annotation is bool
+        value = "" if is_switch else f" {flags[n].metavar or _metavar(flags[n])}"
+        quiet = is_switch or default[n] in (None, (), "", dataclasses.MISSING)
+        shown = f"{default[n]:.0%}" if flags[n].metavar == "PERCENT" else default[n]
+        text = texts[n] if quiet else f"{texts[n]} (default: {shown})"
+        yield value.strip() if flags[n].positional else flag_of(n) + value, text
+
+
+def described_flags(kind: type) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Each group of flags for a page: its title, and its flags with values, help and scripts."""
+    flags, described = declared(kind), []
+    for title, names in _groups(kind, None).values():
+        lines = []
+        for n, (usage, text) in zip(names, _described(kind, names), strict=True):
+            only = ", ".join(flags[n].scripts) if len(flags[n].scripts) < len(Script) else ""
+            lines.append((usage, f"{text} Only {only}." if only else text))
+        described.append((title, lines))
+    return described
 
 
 def _width() -> int:

@@ -476,7 +476,7 @@ def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
     """`te`, `plain` or `onednn`; None where there is no choice.
 
     `auto` is oneDNN in long steps on AMD's CPUs: PyTorch takes MKL, which is half as fast there
-    (docs/SPEED.md). UsageError where the library asked for cannot serve.
+    (docs/LAB.md). UsageError where the library asked for cannot serve.
     """
     if name == "te":
         refuse_te(work.config, "--linear te")
