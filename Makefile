@@ -61,8 +61,13 @@ records: $(READY)
 	$(BIN)/python -m tests.test_estimate
 
 # The README's pictures, from real runs on the CPU; needs Chromium. Three minutes.
+PICTURE = amp=off,bf16 pt-compile=false,true bsz=8 seq-len=256 n-steps=40 warmup-steps=5 device=cpu
+CHROMIUM = chromium --headless=new --no-sandbox --disable-gpu --hide-scrollbars --window-size=1400,640
 pictures: $(READY)
-	$(BIN)/python docs/pictures.py
+	rm -rf build/pictures
+	$(BIN)/python sweep.py --models configs/llama-tiny.json --repeats 5 --output-dir build/pictures --set $(PICTURE)
+	$(BIN)/python compare.py build/pictures/runs --output-dir build/pictures/report
+	$(CHROMIUM) --screenshot=docs/images/report.png file://$(CURDIR)/build/pictures/report/report.html
 
 # Fault injection into checkpoints, up to 90 minutes; in parts: PART="kills chains" COUNT=100.
 faults: $(READY)

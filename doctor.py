@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([dataclasses.asdict(f) for f in found], indent=1))
     else:
         findings.show(found)
-    return 1 if any(f.state == "bad" for f in found) else 0
+    return 1 if any(f.state == "fail" for f in found) else 0
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
         written = f"wrote rows.jsonl, runs.csv and runs/ in {directory}"
         print(f"{written}; compare.py {directory} makes a report")
     except (KeyboardInterrupt, Interrupted, OSError) as error:
-        kept = f"rows kept: {len(rows.rows)}; the same command goes on from there"
+        kept = f"rows kept: {len(rows.rows)}; the same command resumes there"
         if not isinstance(error, OSError):
             print_apart("sweep.py", kept)
             raise

@@ -109,7 +109,7 @@ def profile_of_run(path: str) -> dict[str, float]:
 
 
 def print_change(traces: Sequence[tuple[Trace, Breakdown]]) -> None:
-    """The differences of two traces, by class and by kernel, the largest loss first."""
+    """The differences of two traces, by class and by kernel, what got slower most first."""
     for name, (trace, _) in zip(("before", "after"), traces, strict=True):
         print(f"{name}: {trace.path}: {trace.device_name or 'device not named'}")
     (_, before), (_, after) = traces

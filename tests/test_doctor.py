@@ -36,7 +36,7 @@ def test_without_any_library():
     done = python("-S doctor.py", code=1, PYTHONPATH="")
     assert done.stderr == ""
     for name in ("torch", "numpy", "pydantic", "rich", "PyYAML"):
-        assert f"!!  {name:18}  not installed" in done.stdout
+        assert f"fail  {name:18}  not installed" in done.stdout
 
 
 @pytest.fixture
@@ -57,10 +57,10 @@ def installed(monkeypatch):
 
 def test_libraries_that_are_old_or_missing(installed):
     torch = installed("cpu", "torch", torch="2.9.1+cu128")
-    assert torch.state == "bad" and "2.9.1+cu128, older than 2.11" in torch.found
+    assert torch.state == "fail" and "2.9.1+cu128, older than 2.11" in torch.found
     torchao = installed("nvidia", "torchao", torchao=None)
-    assert torchao.state == "missing" and "pip install -e '.[fp8]'" in torchao.advice
-    assert installed("nvidia", "numpy", numpy=None).state == "bad"
+    assert torchao.state == "warn" and "pip install -e '.[fp8]'" in torchao.advice
+    assert installed("nvidia", "numpy", numpy=None).state == "fail"
     assert installed("nvidia", "nvidia-ml-py").state == "ok"
     assert installed("nvidia", "amdsmi") is None
 
@@ -75,12 +75,12 @@ def test_amds_build_of_transformer_engine_has_another_name(installed):
 
 @pytest.mark.parametrize(
     ("tool", "text", "states", "says"),
-    [("nvidia-smi", NVIDIA_SMI, {"GPU 0": "ok", "GPU 0 is in use": "missing", "GPU 1": "ok"},
+    [("nvidia-smi", NVIDIA_SMI, {"GPU 0": "ok", "GPU 0 is in use": "warn", "GPU 1": "ok"},
       ["90800 MiB by process 4711 (python3)", "kill 4711"]),
-     ("rocm-smi", ROCM_SMI, {"card0": "ok", "card0 is in use": "missing"},
+     ("rocm-smi", ROCM_SMI, {"card0": "ok", "card0 is in use": "warn"},
       ["AMD Instinct MI300X, driver 6.12, 196592 MiB"]),
      ("amd-smi", "#!/bin/sh\n", {"GPU driver": "ok"}, ["amd-smi monitor"]),
-     ("nvidia-smi", "#!/bin/sh\nexit 9\n", {"GPU driver": "bad"}, ["dmesg"])],
+     ("nvidia-smi", "#!/bin/sh\nexit 9\n", {"GPU driver": "fail"}, ["dmesg"])],
 )  # fmt: skip
 def test_gpus_and_who_holds_their_memory(tool, text, states, says, tmp_path, monkeypatch):
     """By each tool alone; also where only AMD's newer one is, and where the driver fails."""

@@ -315,7 +315,7 @@ def test_verdicts_on_memory_are_right_in_nineteen_of_twenty():
 def test_constants_are_what_the_fitting_rows_give():
     """Two architectures anew, from their rows alone; benchmarks/fit_estimate.py does all."""
     steps = [s for s in fit_estimate.fitting_steps() if s.levels[0] in ("Ada", "MI300X, MI325X")]
-    now = dataclasses.asdict(constants())
+    now = dict(constants())
     now["launch_grace_s"] = find_hardware("gh200 96gb").fitted["launch_eager_s"]
     start = fit_estimate.start_of(steps) | {name: now[name] for name in fit_estimate.RANGES}
     levels = start.keys() - fit_estimate.RANGES.keys()

@@ -229,7 +229,7 @@ def test_attention_is_named_by_operators_or_kernels(row):
 
 def test_what_fell_back_is_counted_by_the_step():
     seen = fallbacks(kernels("Memcpy DtoH (Device -> Pageable)", "multi_tensor_adam"))
-    text = "fallback: host copy that waits: Memcpy DtoH (Device -> Pageable), 1 a step"
+    text = "fallback: copy that waits for the host: Memcpy DtoH (Device -> Pageable), 1 per step"
     assert [told for told, _ in seen] == [text]
 
 

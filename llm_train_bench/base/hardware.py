@@ -69,7 +69,7 @@ class Hardware:
     @functools.cached_property
     def constants(self) -> "Constants":
         """The speed model's constants for this device."""
-        return dataclasses.replace(constants(), **self.fitted)
+        return Constants(constants() | self.fitted)
 
     @property
     def memory_rate(self) -> float:
@@ -96,7 +96,6 @@ def devices() -> tuple[Hardware, ...]:
         for entry in _entries_of(path):
             name, rate = entry.get("name"), entry.get("bf16_tflops")
             filled = {"driver_names": [name], "source": str(path)} | entry
-            filled.pop("peak_clock_mhz", None)  # earlier versions wrote it
             if "bf16_tflops" in entry:  # without TF32: of CUDA cores
                 number = isinstance(rate, int | float)
                 filled.setdefault("fp32_tflops", rate / 16 if number else rate)
@@ -127,7 +126,7 @@ def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
             (float in kinds and number and least <= value < 1e15)
             or (value is None and type(None) in kinds)
             or (key == "driver_names" and isinstance(value, list) and {*map(type, value)} <= {str})
-            or (key == "fitted" and isinstance(value, dict))
+            or (key == "fitted" and isinstance(value, dict) and value.keys() <= constants().keys())
             or type(value) in kinds
         )
         if not right:
@@ -276,85 +275,25 @@ def family_of(name: str) -> str:
     return next((f for f, words in families for w in words if f"{name} ".startswith(f"{w} ")), name)
 
 
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """Constants for all devices; configs/hardware.json has the values (`speed_model`).
+class Constants(dict[str, float]):
+    """Constants of the speed model, as attributes; configs/hardware.json says what each is.
 
     benchmarks/fit_estimate.py computes bandwidth, all_to_all, most numbers of kernels and each device's
     level from published rows. The others are measured, from papers, or assumed. A device's `fitted`
     override them.
     """
 
-    # What a device's matmuls and attention reach of what is said below; of its architecture, if fewer
-    # rows than one could show it.
-    level: float
-    # Part of the highest measured matmul rate that a step keeps up: clocks fall under load.
-    sustained: float
-    # A matmul's side that halves its efficiency: its last tiles are partly empty.
-    half_side: float
-    # Part of the datasheet peak to assume if a device's highest rate was never measured.
-    bf16_of_peak: float
-    fp8_of_peak: float
-    fp32_of_peak: float
-    # Part of the BF16 peak that attention kernels reach, with many keys and heads of 128.
-    attention_forward: float
-    attention_backward: float
-    # The same for cuDNN's kernels, on devices where PyTorch prefers them; 0 elsewhere.
-    cudnn_forward: float
-    cudnn_backward: float
-    # Mean keys per query, and head size (cuDNN's apart), that halve the efficiency of attention kernels.
-    half_keys: float
-    half_head: float
-    cudnn_half_head: float
-    # Part of the memory bandwidth that elementwise kernels reach; and of that, what layer norms, loss and
-    # optimizer reach (traces of our runs on two H200s, 2026-11-26).
-    bandwidth: float
-    layer_norms: float
-    losses: float
-    optimizers: float
-    # Time to launch a kernel [s] from compiled code, and from Python (our GPT-2 125M on an H200: 20 ms
-    # for 14 x 85); and kernels of a block's forward and backward.
-    launch_s: float
-    launch_eager_s: float
-    # 1 where the host computes itself, and its time comes on top; 0 where a device computes meanwhile.
-    serial_host: float
-    kernels_eager: int
-    kernels_compiled: int
-    # Those of a block's routing and experts besides: ours; and those of Transformer Engine's modules,
-    # for all (with fused routing, or without), and for each expert of a rank, in bf16 and in FP8.
-    kernels_routing: int
-    kernels_fused: float
-    kernels_modules: float
-    kernels_expert: float
-    kernels_expert_low: float
-    # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).
-    latency_s: float
-    latency_gpu_s: float
-    latency_node_s: float
-    # The same of an all-reduce's tree: its depth grows with the logarithm of the nodes.
-    tree_gpu_s: float
-    tree_node_s: float
-    # Part of the network cards' rate that a ring over all of them reaches, or libraries for experts'
-    # rows; and NCCL's all-to-all.
-    network: float
-    all_to_all: float
-    # Computation slows down beside communication: it loses multiprocessors and bandwidth.
-    beside_communication: float
-    # Energy [J] of 10^12 operations in bf16, in FP8, of 10^9 bytes of memory; 0 where it was never
-    # measured. And the power [W] of a device that waits.
-    tflop_joules: float
-    low_tflop_joules: float
-    gb_joules: float
-    waiting_w: float
-    # Part that a step loses with each doubling of the nodes, since all wait for the slowest
-    # (torchtitan 8 to 128 GPUs 0.6 %, llm-foundry 8 to 512 1.6 %).
-    slowest_node: float
+    def __getattr__(self, name: str) -> float:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 @functools.cache
 def constants() -> Constants:
     """The values for all devices; UsageError if the file was spoilt."""
-    try:
-        return Constants(**_read_json(HARDWARE_FILE)["speed_model"])
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{HARDWARE_FILE}: speed_model: {error}") from None
+    values = _read_json(HARDWARE_FILE).get("speed_model")
+    if not isinstance(values, dict):
+        raise UsageError(f"{HARDWARE_FILE}: lacks speed_model")
+    return Constants(values)

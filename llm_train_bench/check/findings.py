@@ -34,7 +34,7 @@ from llm_train_bench.model.json_files import parse_json
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing looked at: `ok`, `missing` (a feature is not there) or `bad` (nothing will run)."""
+    """One thing that was looked at: `ok`, `warn` (something is slower or absent) or `fail`."""
 
     what: str
     state: str
@@ -45,10 +45,10 @@ class Finding:
     def optional(self) -> bool:
         """Whether only a feature is absent: nothing is slower without it."""
         names = [line.split(" | ")[0].removeprefix("*") for line in NEEDED.strip().splitlines()]
-        return self.state == "missing" and self.what in ("GPU driver", *names)
+        return self.state == "warn" and self.what in ("GPU driver", *names)
 
 
-def judged(what: str, found: str, wrong: bool, advice: str, state: str = "missing") -> Finding:
+def judged(what: str, found: str, wrong: bool, advice: str, state: str = "warn") -> Finding:
     """A finding that is `ok`, or else has this state and advice."""
     return Finding(what, state, found, advice) if wrong else Finding(what, "ok", found)
 
@@ -86,18 +86,17 @@ def of_machine(kind: str) -> Iterator[Finding]:
 
 def show(findings: Sequence[Finding]) -> None:
     """Print a table; the advice on a finding has a separate line."""
-    signs = {"ok": "ok", "missing": "--", "bad": "!!"}
     width = max((len(f.what) for f in findings), default=0)
     for f in findings:
-        print(printable(f"{signs[f.state]}  {f.what:{width}}  {f.found}"))
+        print(printable(f"{f.state:4}  {f.what:{width}}  {f.found}"))
         if f.advice:
-            print(printable(f"    {'':{width}}  -> {f.advice}"))
+            print(printable(f"      {'':{width}}  -> {f.advice}"))
 
 
 def machine() -> Iterator[Finding]:
     """Python, cores, memory, disk and shared memory."""
     advice, old = "use Python 3.11 or newer", sys.version_info < (3, 11)
-    yield judged("Python", platform.python_version(), old, advice, "bad")
+    yield judged("Python", platform.python_version(), old, advice, "fail")
     yield Finding("CPU cores", "ok", str(n_cores()))
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # not on macOS
@@ -120,21 +119,21 @@ def formats() -> Finding:
     if cpu_multiplies("bf16"):
         return Finding("bf16", "ok", "the CPU has instructions for it")
     return Finding(
-        "bf16", "missing", SLOW_FORMAT, "nothing to do: --amp auto, the default, takes fp32"
+        "bf16", "warn", SLOW_FORMAT, "nothing to do: --amp auto, the default, takes fp32"
     )
 
 
 def drivers(kind: str) -> list[Finding]:
     """The driver, its GPUs, and the processes that hold their memory."""
     if kind == "cpu":
-        text = "no driver of NVIDIA or AMD: everything runs on the CPU, smaller"
-        return [Finding("GPU driver", "missing", text, "in a container: docker run --gpus all ...")]
+        text = "no GPU driver; use small models on the CPU"
+        return [Finding("GPU driver", "warn", text, "in a container: docker run --gpus all ...")]
     tool = "nvidia-smi" if kind == "nvidia" else "rocm-smi"
     if kind == "amd" and shutil.which(tool) is None and shutil.which("amd-smi"):
         return [Finding("GPU driver", "ok", "there is one; amd-smi monitor shows its GPUs")]
     if shutil.which(tool) is None:
         advice = f"put {tool} on PATH, or start the container with the GPUs' tools"
-        return [Finding("GPU driver", "missing", f"there is one, but no {tool}", advice)]
+        return [Finding("GPU driver", "warn", f"there is one, but no {tool}", advice)]
     return list(nvidia() if kind == "nvidia" else amd())
 
 
@@ -144,7 +143,7 @@ def nvidia() -> Iterator[Finding]:
                    "--format=csv,noheader,nounits")  # fmt: skip
     if text is None:
         advice = "sudo dmesg | grep -i nvrm; a reboot after a driver update often helps"
-        yield Finding("GPU driver", "bad", "nvidia-smi fails", advice)
+        yield Finding("GPU driver", "fail", "nvidia-smi fails", advice)
         return
     holders = output_of("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
                       "--format=csv,noheader,nounits") or ""  # fmt: skip
@@ -152,7 +151,7 @@ def nvidia() -> Iterator[Finding]:
         parts = [part.strip() for part in line.split(",")]
         if len(parts) != 6:
             advice = "nvidia-smi says more; is the GPU visible in this container?"
-            yield Finding("GPU driver", "bad", f"nvidia-smi: {line.strip()}", advice)
+            yield Finding("GPU driver", "fail", f"nvidia-smi: {line.strip()}", advice)
             return
         index, uuid, name, driver, used, total = parts
         yield Finding(f"GPU {index}", "ok", f"{name}, driver {driver}, {total} MiB")
@@ -160,11 +159,11 @@ def nvidia() -> Iterator[Finding]:
         mine = [p for p in holders.splitlines() if p.startswith(uuid) and p.count(",") >= 3]
         if not mine and _mib(used) * 2**20 > 1024:
             advice = "a process that is not visible from here, perhaps of another container"
-            yield Finding(in_use, "missing", held, advice)
+            yield Finding(in_use, "warn", held, advice)
         for process in mine:
             _, pid, command, memory = (part.strip() for part in process.split(",", 3))
             text = f"{held}, {memory} MiB by process {pid} ({command})"
-            yield Finding(in_use, "missing", text, f"if it is yours and not wanted: kill {pid}")
+            yield Finding(in_use, "warn", text, f"if it is yours and not wanted: kill {pid}")
     yield from nvidia_health()
 
 
@@ -187,21 +186,21 @@ def nvidia_health() -> Iterator[Finding]:
         if limit and usual and limit < 0.98 * usual:
             advice = f"sudo nvidia-smi -i {row['index']} -pl {usual:.0f}"
             found = f"{limit:.0f} W, and the default is {usual:.0f} W"
-            yield Finding(f"{gpu}: power limit", "missing", found, advice)
+            yield Finding(f"{gpu}: power limit", "warn", found, advice)
         width, widest = value["pcie.link.width.current"], value["pcie.link.width.max"]
         if width and widest and width < widest:
             advice = "reseat the card, or check the slot and riser; copies to the host are slower"
             found = f"{width:.0f} of {widest:.0f} lanes"
-            yield Finding(f"{gpu}: PCIe", "missing", found, advice)
+            yield Finding(f"{gpu}: PCIe", "warn", found, advice)
         if errors := value["ecc.errors.uncorrected.volatile.total"]:
             advice = "reset the GPU when it is idle; replace it if they come back"
             found = f"{errors:.0f} uncorrected since the driver was loaded"
-            yield Finding(f"{gpu}: memory errors", "bad", found, advice)
+            yield Finding(f"{gpu}: memory errors", "fail", found, advice)
         clock, highest = value["clocks.applications.graphics"], value["clocks.max.graphics"]
         if clock and highest and clock < 0.8 * highest:
             advice = f"sudo nvidia-smi -i {row['index']} -rac, and -rgc"
             found = f"applications run at {clock:.0f} of {highest:.0f} MHz"
-            yield Finding(f"{gpu}: clocks", "missing", found, advice)
+            yield Finding(f"{gpu}: clocks", "warn", found, advice)
     rows = _table(
         "nvidia-smi", f"--query-remapped-rows={','.join(REMAPPED)}", form, columns=REMAPPED
     )
@@ -211,7 +210,7 @@ def nvidia_health() -> Iterator[Finding]:
             ("failure", "no spare rows are left: replace the GPU"),
         ):
             if row[f"remapped_rows.{kind}"] not in ("0", "No", "[N/A]", "N/A"):
-                state = "bad" if kind == "failure" else "missing"
+                state = "fail" if kind == "failure" else "warn"
                 yield Finding(f"GPU {number}: remapped memory rows", state, kind, advice)
 
 
@@ -251,7 +250,7 @@ def amd() -> Iterator[Finding]:
         cards = {card: values for card, values in cards.items() if isinstance(values, dict)}
     except ValueError:
         advice = "sudo dmesg | grep -i amdgpu; is the user in the groups video and render?"
-        yield Finding("GPU driver", "bad", "rocm-smi fails", advice)
+        yield Finding("GPU driver", "fail", "rocm-smi fails", advice)
         return
     driver = next((c.get("Driver version") for c in cards.values() if "Driver version" in c), "?")
     for card, values in cards.items():
@@ -262,7 +261,7 @@ def amd() -> Iterator[Finding]:
         yield Finding(card, "ok", f"{name}, driver {driver}, {total:.0f} MiB")
         if used > 1024:
             advice = "rocm-smi --showpids names who holds it"
-            yield Finding(f"{card} is in use", "missing", f"{used:.0f} MiB held", advice)
+            yield Finding(f"{card} is in use", "warn", f"{used:.0f} MiB held", advice)
 
 
 def libraries(kind: str) -> Iterator[Finding]:
@@ -275,7 +274,7 @@ def libraries(kind: str) -> Iterator[Finding]:
             advice = "ROCm's image (rocm/primus), or github.com/ROCm/TransformerEngine"
         version = installed_version(name)
         text = version or f"not installed; needed for {purpose}"
-        wrong, state = version is None, "bad" if line.startswith("*") else "missing"
+        wrong, state = version is None, "fail" if line.startswith("*") else "warn"
         numbers = [int(n) for n in re.findall(r"\d+", version or "")[:2]]
         if name == "torch" and version and numbers < OLDEST_TORCH:
             text, wrong = f"{version}, older than {'.'.join(map(str, OLDEST_TORCH))}", True
@@ -314,23 +313,23 @@ def torch_sees(kind: str) -> Iterator[Finding]:
     text = output_of(sys.executable, "-c", code)
     if text is None:
         advice = "python -c 'import torch' shows why"
-        yield Finding("PyTorch", "bad", "import torch fails", advice)
+        yield Finding("PyTorch", "fail", "import torch fails", advice)
         return
     version, cuda, hip, n, nccl = json.loads(text.splitlines()[-1])
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
     yield Finding("PyTorch", "ok", f"{version}, {built}, sees {n} GPUs")
     if kind != "cpu" and not n:
         advice = "install the build for this GPU (pytorch.org), or check CUDA_VISIBLE_DEVICES"
-        yield Finding("PyTorch and the driver", "bad", f"{kind} driver, but {built}", advice)
+        yield Finding("PyTorch and the driver", "fail", f"{kind} driver, but {built}", advice)
     number = re.match(
         r"\d+", output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
     )
     oldest = OLDEST_DRIVERS.get(str(cuda).partition(".")[0], 0) if kind == "nvidia" else 0
     if number and int(number[0]) < oldest:
         advice = f"update the driver to {oldest} or newer, or install PyTorch for an older CUDA"
-        yield Finding("old driver", "bad", f"{number[0]}; PyTorch has CUDA {cuda}", advice)
+        yield Finding("old driver", "fail", f"{number[0]}; PyTorch has CUDA {cuda}", advice)
     if n and not nccl:
-        yield Finding("NCCL / RCCL", "bad", "not in this PyTorch", "install the full build")
+        yield Finding("NCCL / RCCL", "fail", "not in this PyTorch", "install the full build")
 
 
 # Values of variables that hide GPUs or slow a run down.
@@ -343,11 +342,11 @@ def settings() -> Iterator[Finding]:
     for name, bad in BAD_VALUES.items():
         if os.environ.get(name) == bad:
             advice = f"unset {name}, unless you mean it"
-            yield Finding(name, "missing", f"is {bad or 'empty'}", advice)
+            yield Finding(name, "warn", f"is {bad or 'empty'}", advice)
     balancing = Path("/proc/sys/kernel/numa_balancing")
     if detect_platform() == "amd" and balancing.exists() and balancing.read_text().strip() != "0":
         advice = "sudo sysctl kernel.numa_balancing=0"
-        yield Finding("NUMA balancing", "missing", "is on, which stalls AMD GPUs", advice)
+        yield Finding("NUMA balancing", "warn", "is on, which stalls AMD GPUs", advice)
 
 
 NODES = Path("/sys/devices/system/node")
@@ -361,12 +360,12 @@ def placement(nodes: Path = NODES, cpu_max: Path = CPU_MAX) -> Iterator[Finding]
         across += bool(mine & _numbers(file.read_text(encoding="ascii")))
     if across > 1:
         advice = "bind each rank to one node: torchrun --numa-binding node, or numactl -N 0 -m 0"
-        yield Finding("NUMA nodes", "missing", f"this process may run on {across}", advice)
+        yield Finding("NUMA nodes", "warn", f"this process may run on {across}", advice)
     quota = cpu_max.read_text(encoding="ascii").split() if cpu_max.exists() else ["max"]
     if quota[0] != "max" and (cores := int(quota[0]) / int(quota[1])) < n_cores():
         found = f"{cores:.1f} cores' time for {n_cores()} cores"
         yield Finding(
-            "CPU quota", "missing", found, "raise the container's --cpus, or bind it to cores"
+            "CPU quota", "warn", found, "raise the container's --cpus, or bind it to cores"
         )
 
 
@@ -391,7 +390,7 @@ def of_remarks(remarks: Iterable["Remark"], where: str) -> Iterator[Finding]:
     """What held a measured run back, or a device in other work: information with an advice too."""
     for remark in remarks:
         if remark.kind != "information" or remark.advice:
-            yield Finding(f"{where}: {remark.kind}", "missing", remark.text, remark.advice)
+            yield Finding(f"{where}: {remark.kind}", "warn", remark.text, remark.advice)
 
 
 def of_rates(rates: Mapping[str, float]) -> Iterator[Finding]:
@@ -399,7 +398,7 @@ def of_rates(rates: Mapping[str, float]) -> Iterator[Finding]:
     if (part := rates.get("throttled_cpu", 0.0)) > THROTTLED_CPU:
         advice = "raise the container's --cpus, or its CPU limit in Kubernetes"
         found = f"the container's quota stopped this process for {part:.0%} of the time"
-        yield Finding("throttled CPU", "missing", found, advice)
+        yield Finding("throttled CPU", "warn", found, advice)
     link = rates.get("link_gb_per_s")
     for name in ("host to device", "device to host"):
         rate = rates.get(name)
@@ -408,4 +407,4 @@ def of_rates(rates: Mapping[str, float]) -> Iterator[Finding]:
                 "check the slot, the NUMA node of this process, and the virtual machine's IOMMU"
             )
             found = f"{rate:.1f} GB/s; its PCIe link has {link:.1f}"
-            yield Finding(f"copies {name}", "missing", found, advice)
+            yield Finding(f"copies {name}", "warn", found, advice)

@@ -184,12 +184,12 @@ def judge_machine(
     low = mean((f.value or 0.0) / min(f.reference.high, 1e30) for f in judged if f.reference)
     high = mean((f.value or 0.0) / max(f.reference.low, 1e-30) for f in judged if f.reference)
     kinds = sorted({f.reference.kind for f in judged if f.reference})
-    text = f"{value:.0%} of what such a machine should reach ({' and '.join(kinds)})"
+    text = f"{value:.0%} of the {' and '.join(kinds)} reference"
     if unknown:
-        text += f"; not judged: {', '.join(unknown)}"
+        text += f", without {', '.join(unknown)}"
     if high < at_least:
         return "below", value, text
     if low >= at_least or (value >= at_least and kinds == ["measured"]):
         return "as it should be", value, text
-    span = "" if high > 1e6 else f": it is between {low:.0%} and {high:.0%}"
-    return "not judged", value, f"{text}; the references are too uncertain{span}"
+    span = "" if high > 1e6 else f" (between {low:.0%} and {high:.0%})"
+    return "not judged", value, f"{text}, which is too uncertain for a verdict{span}"

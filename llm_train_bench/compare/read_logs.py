@@ -51,10 +51,10 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
     log = parse_by(facts.pattern, text) if facts.pattern else None
     log = log or parse_log(text)
     if log is None:
-        *names, last = SUITES
-        pattern = "its pattern matched none" if facts.pattern else "reads any"
-        suites = f"{', '.join(names)} or {last}"
-        raise UsageError(f"{path}: no line of {suites} in it; --log-pattern: {pattern}")
+        pattern = (
+            "the --log-pattern matches no line" if facts.pattern else "--log-pattern reads any"
+        )
+        raise UsageError(f"{path}: not a log of a known suite; {pattern}")
     return [record_of(log, path, facts)]
 
 

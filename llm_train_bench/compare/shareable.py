@@ -11,7 +11,6 @@ from llm_train_bench.base.redaction import SECRET
 from llm_train_bench.model.json_files import shipped_config
 from llm_train_bench.results.schema import Attempt, Result, Writer
 from llm_train_bench.settings.flags import (
-    FORMER_VALUES,
     OUTPUT,
     REMOVED,
     Args,
@@ -69,9 +68,8 @@ def public_value(name: str, value: Any) -> Any:
     plain = rf"text-[0-9a-f]{{10}}|synthetic|\d+/\d+|{number}(,{number})*"
     if name == "lora_targets":  # names of layers
         plain += r"|[a-z_,]{1,60}"
-    former = {REMOVED.get(name), *FORMER_VALUES.get(name, ())}
     flag = declared(Args).get(name)
-    words = [*former, *(flag.options if flag else ())]
+    words = [REMOVED.get(name), *(flag.options if flag else ())]
     return text if text in words or re.fullmatch(plain, text, re.ASCII) else digest(text)
 
 

@@ -374,13 +374,9 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     rows.append(("memory: gathered weights", _gib(m.gathered)))
     rows.append(("memory: peak of tensors (not all at once)", _gib(m.peak)))
     rows.append(("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside)))
-    whole = _gib(m.peak + e.memory_outside)
-    rows.append(
-        (
-            f"memory: all, of {_gib(e.memory_limit)}",
-            f"{whole}: {e.verdict.replace('does not fit', 'DOES NOT FIT')}",
-        )
-    )
+    need, limit = (x / BYTES_PER_GIB for x in (m.peak + e.memory_outside, e.memory_limit))
+    verdict = e.verdict.replace("does not fit", "DOES NOT FIT")
+    rows.append(("memory needed", f"{need:,.1f} of {limit:,.1f} GiB, {verdict}"))
     rows.append(("largest --bsz that fits", f"{e.largest_bsz:,}"))
     rows.append(("step", f"{e.step_s:.4g} s"))
     for name, seconds in e.parts_s.items():
@@ -401,8 +397,8 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         accuracy = "calibrated by one run; not validated"
     elif e.accuracy:
         n, part = e.accuracy["rows"], e.accuracy["covers_80"]
-        accuracy = f"± {part:.0%}: 80 % of {n} published rows not used in fitting"
-    rows.append(("how far that may be off", accuracy))
+        accuracy = f"within ±{part:.0%} for 80 % of {n} held-out results"
+    rows.append(("error", accuracy))
     rows.append(("MFU (palm)", f"{e.mfu:.1%}"))
     rows.append((f"tokens/J (at {number(e.watts, '.0f')} W)", number(e.tokens_per_joule, ".2f")))
     if e.usd_per_million_tokens is not None:

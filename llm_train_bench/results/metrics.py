@@ -10,12 +10,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from llm_train_bench.base.strict import Strict
-
-# Metrics that are gone, which results of earlier versions have.
-REMOVED_METRICS = "repeated_steps ep_capacity_needed checkpoint_stall_s checkpoint_gb_per_s".split()
 
 
 class Metrics(Strict):
@@ -112,13 +109,6 @@ class Metrics(Strict):
     val_perplexity: float | None = None
     val_loss_before: float | None = None
     val_loss: float | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed(cls, content: Any) -> Any:
-        if not isinstance(content, dict):
-            return content
-        return {key: value for key, value in content.items() if key not in REMOVED_METRICS}
 
 
 @dataclasses.dataclass(frozen=True)

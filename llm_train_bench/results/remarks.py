@@ -133,8 +133,6 @@ def profiled_in_window(r: "Result") -> bool:
         return r.profile.in_window
     a = r.args
     start, stop = a.get("nsys_start"), a.get("nsys_end")
-    if start is None and a.get("profile") and a.get("profile_start") is not None:
-        start, stop = a["profile_start"], a["profile_start"] + a.get("profile_steps", 1)
     if not r.ours or start is None or stop is None:
         return False
     begin = a.get("warmup_steps", 0)

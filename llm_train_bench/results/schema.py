@@ -216,37 +216,6 @@ class Result(Strict, Remarked):
         """How whoever started the run knows an argument: by its flag, or in Python by its name."""
         return flag_of(name) if self.ours else name
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fields_of_older_results(cls, content: Any) -> Any:
-        """Older results have texts in several places, where now one list of remarks is.
-
-        A field of FP8 is gone. Each attempt of a run had a result of its own.
-        """
-        if not isinstance(content, dict):
-            return content
-        content = dict(content)
-        if isinstance(lineage := content.pop("lineage", None), dict):
-            resumed = content.pop("resumed_from", None)
-            step = resumed.get("step") if isinstance(resumed, dict) else 0
-            attempt = {"first_step": step, "start": lineage.get("began")}
-            content |= {"run_id": lineage.get("id"), "attempts": [attempt]}
-        observed = dict(found) if isinstance(found := content.get("observed"), dict) else {}
-        remarks = []
-        for place, key, kind in (
-            (content, "notes", "information"),
-            (observed, "fallbacks", "information"),
-            (content, "unfit_reasons", "invalid"),
-            (observed, "mismatches", "invalid"),
-        ):
-            if isinstance(place.get(key), list):
-                remarks += [{"kind": kind, "text": text} for text in place.pop(key)]
-        if remarks and isinstance(there := content.get("remarks", []), list):
-            content["remarks"] = [*there, *remarks]
-        if isinstance(fp8 := content.get("fp8"), dict):
-            content["fp8"] = {key: value for key, value in fp8.items() if key != "primary_weights"}
-        return content | ({"observed": observed} if observed else {})
-
     @model_validator(mode="after")
     def _has_all_remarks(self) -> "Result":
         try:

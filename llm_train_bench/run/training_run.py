@@ -67,7 +67,7 @@ class Run(RunRecord):
             print_header(self.result, work)
             if self.start.checkpoint:
                 path, before = self.start.checkpoint
-                say(f"goes on from step {before.step} of {before.result.run_name}: {path}")
+                say(f"resumes at step {before.step} of {before.result.run_name}: {path}")
             for note in (*self.plan.notes, *self.start.notes):
                 say(note)
         tell_launcher(self.ranks, self.directory)

@@ -435,29 +435,7 @@ def usual_values() -> dict[str, Any]:
 
 # Flags that are gone, with their last defaults. A result that has one at its default is like any other;
 # at another value it is a setting that nobody can repeat. `...`: the flag was of kind OUTPUT.
-GONE_OUTPUT = """
-max_restarts n_workers no_fit_check nsys_ranks on_nan peak_fp8_tflops profile_attention profile_shapes
-profile_stacks profile_start resume_anyway sample save_dir save_keep save_timeout
-""".split()
-REMOVED: dict[str, Any] = {
-    **dict.fromkeys(GONE_OUTPUT, ...),
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "ddp_mode": "bucketed",
-    "ep_capacity": None,
-    "fp8_primary_weights": False,
-    "fused_backward": False,
-    "grad_compression": "off",
-    "lora_base": "auto",
-    "mtp": None,
-    "numa": False,
-    "pp_schedule": "auto",
-    "prefetch": 1,
-    "val_batches": 8,
-}
-# Values that a flag had before its type changed, and what they are now. Others stay, and nobody can
-# repeat them.
-FORMER_VALUES: dict[str, dict[Any, Any]] = {"bf16_weights": {"off": False}}
+REMOVED: dict[str, Any] = {}
 
 
 def present_flags(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -469,8 +447,6 @@ def present_flags(args: Mapping[str, Any]) -> dict[str, Any]:
     flags = {k: v for k, v in usual_values().items() if v is not dataclasses.MISSING}
     for name, value in args.items():
         value = tuple(value) if isinstance(value, list) else value
-        if name in FORMER_VALUES and isinstance(value, str | int | float | None):
-            value = FORMER_VALUES[name].get(value, value)
         if name not in REMOVED or REMOVED[name] not in (..., value):
             flags[name] = value
     return flags

@@ -73,7 +73,7 @@ class Schedule:
     measured: int
     captured: range = range(0)
     start: int = 0
-    """The first step: above 0 where the run goes on from a checkpoint."""
+    """The first step: above 0 if the run resumes from a checkpoint."""
     profiler: Literal["torch", "nsys"] | None = None
     warmup_s: float = 0.0
     """Seconds of work before the window, in steps or beside them."""

@@ -138,7 +138,6 @@ def swept(paths: Iterable[str]) -> dict[str, tuple[Experiment, list[str]]]:
         try:
             content = parse_json(plain_text(Path(path) / "sweep.json"))
             unlike = [str(line) for line in content["differences"]]
-            content["experiment"].pop("parallel", None)  # earlier versions wrote it
             found[path] = Experiment.model_validate(content["experiment"]), unlike
         except (OSError, ValueError, KeyError, TypeError):
             continue

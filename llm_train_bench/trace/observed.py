@@ -103,11 +103,11 @@ def fallbacks(trace: Trace, steps_optimizer: bool = True) -> Iterator[tuple[str,
     """What ran slower than it could, and what to do: unfused optimizers, copies that wait."""
     names = {s.name for s in (*trace.host_spans, *trace.gpu)}
     if steps_optimizer and not any(map(_FUSED_OPTIMIZER.search, names)):
-        yield "fallback: optimizer that is not fused", "use fused=True, where it has that"
+        yield "fallback: optimizer not fused", "use fused=True, where it has that"
     copies = [s.name for s in trace.gpu if _WAITING_COPY.search(s.name) and "Pinned" not in s.name]
     for name, calls in Counter(copies).items():
         per_step = calls / max(1, len(trace.steps))
-        text = f"fallback: host copy that waits: {name}, {per_step:g} a step"
+        text = f"fallback: copy that waits for the host: {name}, {per_step:g} per step"
         yield text, "copy from pinned memory with non_blocking=True"
 
 

@@ -177,7 +177,7 @@ def _find_start(plan: Plan) -> Start:
 
 
 def _find_checkpoint(start: Start, resume: str) -> int:
-    """Find the checkpoint to go on from; its step, or 0 where there is none yet."""
+    """Find the checkpoint to resume from; its step, or 0 if there is none yet."""
     source = start.directory / "checkpoints" if resume == "auto" else Path(resume)
     if os.path.lexists(source):
         next(source.iterdir(), None)  # or what cannot be read would seem empty
