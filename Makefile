@@ -96,11 +96,11 @@ test-cells: $(READY)
 # Other trainers, without the libraries that only their downloads need. NANOGPT is a checkout of it.
 PEERS = litgpt==0.5.13 torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
 
-# Ours beside them on this machine: 40 minutes; MORE="--rounds 1" fewer.
+# Ours beside them on this machine, with small models on a CPU; 40 minutes.
 peers:
 	$(MAKE) .venv-peers/.ready VENV=.venv-peers
 	.venv-peers/bin/python -m pip install -q --no-deps $(PEERS)
-	.venv-peers/bin/python benchmarks/peers.py $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(MORE)
+	.venv-peers/bin/python benchmarks/on_gpu.py peers --minutes 40 --output-dir build/peers $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 # Changed files for every reader: 3,000 of each kind, 200 for tools; KINDS="log or trace" chooses some.
 fuzz: $(READY)

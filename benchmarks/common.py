@@ -1,11 +1,9 @@
 """Interleaved timing and result files of the benchmarks."""
 
-import argparse
 import datetime
 import importlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +31,6 @@ from llm_train_bench.run.provenance import describe_environment
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 LR, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
-LONGEST_RUN_S = 420  # twice 40 steps of three seconds and their compilation
 
 
 class ContestantEnded(RuntimeError):
@@ -43,36 +40,6 @@ class ContestantEnded(RuntimeError):
 def device_of_runs() -> torch.device:
     """The device that train.py takes, left alone: our own use would make it shared."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def interleave(
-    contestants: dict[str, Callable[[], float]], rounds: int, first: int = 0
-) -> dict[str, list[float]]:
-    """Call each in turn, round after round, after one round that does not count (`first` 1: none).
-
-    A contestant returns its seconds per step. Because they are interleaved, a machine that changes
-    its speed changes it for all. After Ctrl-C there are the rounds that all have done, if any.
-    """
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    try:
-        for number in range(first, rounds + 1):
-            for name, run in list(contestants.items()):
-                try:
-                    seconds = run()
-                except ContestantEnded as error:
-                    print(f"{name}: left out: {error}", file=sys.stderr)
-                    del contestants[name], times[name]
-                    continue
-                if number:
-                    times[name].append(seconds)
-                print(f"round {number}  {name}  {1e3 * seconds:.2f} ms", file=sys.stderr)
-    except KeyboardInterrupt:
-        whole = min((len(seconds) for seconds in times.values() if seconds), default=0)
-        if not whole:
-            raise
-        print("interrupted: the rest is left out", file=sys.stderr)
-        times = {name: seconds[:whole] for name, seconds in times.items() if seconds}
-    return times
 
 
 def run_train(*argv: object, script: str = "train.py", out: str | Path | None = None) -> Result:
@@ -97,72 +64,18 @@ def result_below(directory: str | Path) -> Result:
     return read_result(path)
 
 
-def number_apart(*command: object) -> float:
-    """The number that a Python program prints at its end, in a process of its own.
-
-    Nothing of other contestants (allocator, threads, memory) can favour it. ContestantEnded on failure.
-    """
-    done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
+def run_train_apart(*argv: object, script: str, out: Path) -> None:
+    """Run `SCRIPT ARGV...` in a process of its own; ContestantEnded has its last line if it fails."""
+    command = [sys.executable, ROOT / script, *map(str, argv), "--output-dir", out]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise ContestantEnded(f"its process ended with {done.returncode}")
-    return float(done.stdout.split()[-1])
-
-
-def run_train_apart(*argv: object, script: str = "train.py", out: Path | None = None) -> Result:
-    """The result of `SCRIPT ARGV...` in a separate process, which nothing of earlier runs can reach.
-
-    ContestantEnded has its last line if it fails (out of memory too) or does not end.
-    """
-    with tempfile.TemporaryDirectory() as temporary:
-        out = out or Path(temporary)
-        command = [sys.executable, ROOT / script, *map(str, argv), "--output-dir", out]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_RUN_S)
-        except subprocess.TimeoutExpired:
-            raise ContestantEnded(f"no end after {LONGEST_RUN_S} s") from None
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
-            raise ContestantEnded(lines[-1] if lines else f"exit code {done.returncode}")
-        return result_below(out)
-
-
-def report(
-    name: str, times: dict[str, list[float]], ratios: dict[str, tuple[str, str]], about: str
-) -> dict[str, float]:
-    """Print minimum and median of each contestant and of the ratios, and store them as JSON.
-
-    Returns the median of each ratio. A ratio "a over b" is b's time over a's, round by round: above 1,
-    a is faster.
-    """
-    rows, compared, shown = {}, {}, []
-    for label, t in times.items():
-        rows[label] = {"min_s": min(t), "median_s": statistics.median(t), "all_s": t}
-    for label, (a, b) in ratios.items():
-        pairs = [tb / ta for ta, tb in zip(times[a], times[b], strict=True)]
-        low, high, median = min(pairs), max(pairs), statistics.median(pairs)
-        compared[label] = {"median": median, "min": low, "max": high}
-        compared[label]["of_minima"] = of_minima = min(times[b]) / min(times[a])
-        shown.append((label, f"{median:.3f}", f"{of_minima:.3f}", f"{low:.3f}-{high:.3f}"))
-    print(f"\n{name}: {about}\n")
-    cells = [(n, f"{1e3 * r['min_s']:.2f}", f"{1e3 * r['median_s']:.2f}") for n, r in rows.items()]
-    show(("what", "min [ms]", "median [ms]"), cells)
-    if compared:
-        show(("speed ratio", "median", "of minima", "range"), shown)
-    save(name, {"about": about, "times": rows, "ratios": compared})
-    return {label: r["median"] for label, r in compared.items()}
+        lines = [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
+        raise ContestantEnded(lines[-1] if lines else f"exit code {done.returncode}")
 
 
 def show(columns: Sequence[str], rows: Iterable[Iterable[str]], left: Sequence[str] = ()) -> None:
     """Print a table as Markdown; figures go right, the first column and those in `left` go left."""
     print(markdown_table(columns, rows, left), end="")
-
-
-def parser_of(doc: str | None, rounds: int = 0) -> argparse.ArgumentParser:
-    """A benchmark's parser, with --rounds if it has any."""
-    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    if rounds:
-        parser.add_argument("--rounds", type=int, default=rounds)
-    return parser
 
 
 def fresh_model(config: str | Path, T: int, device: torch.device) -> Transformer:

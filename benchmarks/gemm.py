@@ -10,6 +10,7 @@ of attention and of memory, for 1, 2, 4, ... threads: runs there then have an MF
 --gpu cpu an answer.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import keep_devices, parser_of, save
+from benchmarks.common import keep_devices, save
 from llm_train_bench.base.files import locked, write_whole
 from llm_train_bench.base.hardware import ROOFS_FILE, name_of_part
 from llm_train_bench.base.tables import grouped
@@ -52,7 +53,7 @@ def model_shapes(config: ModelConfig, tokens: int) -> dict[str, tuple[int, int, 
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("configs", nargs="*")
     parser.add_argument("--tokens", type=int, help="rows of the activations")
     parser.add_argument("--seconds", type=float, default=0.5, help="per shape and format")

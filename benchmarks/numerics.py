@@ -10,6 +10,7 @@ code is 1 beyond a limit, or if a setting of --settings could not run. FP8 is em
 Settings of layouts run on several ranks.
 """
 
+import argparse
 import itertools
 import sys
 import tempfile
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import prepare_data
-from benchmarks.common import RESULTS, device_of_runs, parser_of, run_train_apart, save, show
+from benchmarks.common import RESULTS, device_of_runs, run_train_apart, save, show
 from llm_train_bench.formulas.time_statistics import bootstrap_mean
 from llm_train_bench.results.result_files import read_steps
 
@@ -80,7 +81,7 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray, noise: float = 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--settings", help="only these, separated by commas; fp32 always runs")
     parser.add_argument("--config", default="configs/gpt2-tiny.json")

@@ -19,12 +19,14 @@ they come, DIR/PART.log what was printed, DIR/PART/ the runs. On a CPU the model
 if anything failed or was wrong, else 5 if there was no time for something.
 """
 
+import argparse
 import collections
 import contextlib
 import dataclasses
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -49,7 +51,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import common
-from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.check.workloads import Workload, workloads
 from llm_train_bench.measure.device import time_steps
 from llm_train_bench.model.init import fill_normal
@@ -169,10 +171,10 @@ def sized(model: str) -> tuple[dict[str, Any], int, int]:
     """The config of a model of MODELS, its micro batch and its tokens a sample, for this device."""
     config, changes, batch, fewer, smaller, tiny = MODELS[model]
     if not GPU:
-        return json.loads((common.ROOT / f"configs/{tiny}.json").read_text()), 2, 64
+        return json.loads((ROOT / f"configs/{tiny}.json").read_text()), 2, 64
     if torch.cuda.get_device_properties(0).total_memory < 120 * 2**30:
         changes, batch = fewer, smaller
-    return json.loads((common.ROOT / f"configs/{config}.json").read_text()) | changes, *batch
+    return json.loads((ROOT / f"configs/{config}.json").read_text()) | changes, *batch
 
 
 def run_here(script: str, argv: list[str], out: Path) -> dict[str, Any]:
@@ -214,7 +216,7 @@ def run_program(part: Part, name: str, words: str, *more: object, **environment:
 
 def limited(command: list[str], until: float, log: Any, **environment: str) -> int:
     """A command's exit code, 124 if it had to be ended; all that it started ends with it, or with us."""
-    here: dict[str, Any] = {"cwd": common.ROOT, "env": os.environ | environment}
+    here: dict[str, Any] = {"cwd": ROOT, "env": os.environ | environment}
     here |= {"start_new_session": True, "preexec_fn": functools.partial(end_with, os.getpid())}
     process = subprocess.Popen(command, stdout=log, stderr=log, **here)
     try:
@@ -254,39 +256,53 @@ def fp8(part: Part) -> None:
     run_commands(part, TRACED, rounds=1)
 
 
+def shapes_of_peers(bench: Any) -> dict[str, Any]:
+    """Models of a GPU's size with fewer layers, so that they compile in time; tiny ones on a CPU."""
+    shapes = {}
+    for name, B, steps, changes in (
+        ("gpt2, 125m", 32, 30, bench.NO_DROPOUT),
+        ("llama, 8b", 2, 12, {LAYERS: 4, "rope_scaling": None}),
+        ("gpt2, 1.5b", 12, 12, bench.NO_DROPOUT | {"n_layer": 12}),
+    ):
+        config, _, T = sized(name.split(", ")[1])
+        sizes = (B, T, 8, steps) if GPU else (1, 32, 1, 1)
+        shapes[name] = bench.Shape(config | changes, *sizes)
+    return shapes
+
+
 def peers(part: Part) -> None:
+    """Other trainers beside ours; on a CPU that has ten minutes, whole comparisons of small models."""
     from benchmarks import peers as bench
 
     until = part.until
-    # Fewer layers, so that whole models compile in time. Widths and vocabularies stay.
-    shapes: dict[str, tuple[int, int, dict[str, Any]]] = {
-        "gpt2, 125m": (32, 30, bench.NO_DROPOUT),
-        "llama, 8b": (2, 12, {LAYERS: 4, "rope_scaling": None}),
-        "gpt2, 1.5b": (12, 12, bench.NO_DROPOUT | {"n_layer": 12}),
-    }
-    for index, (name, (B, steps, changes)) in enumerate(shapes.items()):
-        part.until = time.monotonic() + (until - time.monotonic()) / (len(shapes) - index)
+    thorough = GPU or until - time.monotonic() > 600
+    shapes = bench.SHAPES if thorough and not GPU else shapes_of_peers(bench)
+    amps = bench.AMPS if thorough and not GPU else ["bf16"]
+    for index, ((name, shape), amp) in enumerate(itertools.product(shapes.items(), amps)):
+        share = (until - time.monotonic()) / (len(shapes) * len(amps) - index)
+        part.until = time.monotonic() + share
         family, model = name.split(", ")
-        config, _, T = sized(model)
-        shape = bench.Shape(config | changes, *((B, T, 8, steps) if GPU else (1, 32, 1, 1)))
+        name = f"{name}, {amp}"
         with tempfile.TemporaryDirectory() as top:
             save = functools.partial(bench.write_checkpoint, shape, Path(top))
             part.take_turns({f"{name}, our weights": lambda _, save=save: save() or {}}, rounds=1)
             if {"failed", "left_out"} & part.rows[-1].keys():
                 continue
-            flags = bench.our_flags(shape, Path(top), GPU, "bf16")
+            flags = bench.our_flags(shape, Path(top), thorough, amp)
 
-            def time_ours(number: int, flags=flags, model=model) -> dict[str, Any]:
-                return run_here("train.py", flags, part.out / part.name / f"{model}-{number}")
+            def time_ours(
+                number: int, flags=flags, out=f"{family}-{model}-{amp}"
+            ) -> dict[str, Any]:
+                return run_here("train.py", flags, part.out / part.name / f"{out}-{number}")
 
-            def time_peer(peer: str, _: int, shape=shape, top=top) -> dict[str, Any]:
+            def time_peer(peer: str, _: int, shape=shape, amp=amp, top=top) -> dict[str, Any]:
                 torch._dynamo.reset()
-                return {"ms": 1e3 * bench.time_peer(peer, GPU, "bf16", shape, Path(top))}
+                return {"ms": 1e3 * bench.time_peer(peer, thorough, amp, shape, Path(top))}
 
             turns: dict[str, Callable[[int], dict[str, Any]]] = {f"{name}, ours": time_ours}
             for peer in bench.peers_of(family, part.nanogpt, GPU):
                 turns[f"{name}, {peer.partition('=')[0]}"] = functools.partial(time_peer, peer)
-            part.take_turns(turns, rounds=3 if GPU else 1)
+            part.take_turns(turns, rounds=3 if thorough else 1)
 
 
 def ranks(part: Part) -> None:
@@ -420,7 +436,7 @@ def show(name: str, out: Path) -> int:
 
 
 def main() -> int:
-    parser = common.parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(NAMES)}")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
     parser.add_argument("--output-dir", type=Path, default=Path("gpu-results"))
@@ -433,7 +449,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what was started
     if args.until:
         (out / names[0]).mkdir(exist_ok=True)
-        os.chdir(common.ROOT)
+        os.chdir(ROOT)
         NAMES[names[0]](Part(names[0], out, args.until, args.nanogpt))
         return 0
     if args.nanogpt and not (Path(args.nanogpt) / "model.py").exists():

@@ -1,44 +1,30 @@
-"""Our train.py and train_ddp.py against other trainers: one model, weights, data, precision, in turn.
+"""A training step of other trainers beside ours: one model, weights, data and precision.
 
-    make peers NANOGPT=CHECKOUT
-    .venv-peers/bin/python benchmarks/peers.py [--nanogpt CHECKOUT] [--shapes gpt2 llama]
-        [--amps off bf16] [--modes eager compiled] [--ranks 1|2] [--rounds N]
-
-The real packages (peer_models.py), each as its users run it, in the barest loop: transformers, litgpt,
-torchtitan, nanoGPT. Before anything is timed, each must give the
-loss and the gradient norm of ours for one sample; who does not is out. nanoGPT does so with GPT-2's GELU,
-and is timed with its own, the exact one. Each round of each has a process of its own; all are tuned alike
-(freed memory is kept, no garbage collection within steps). 6 layers, 6 heads, 384 wide, T 256, B 8,
-vocabulary 256, fp32 and bf16. On a GPU, benchmarks/on_gpu.py does the same with models of its size.
+benchmarks/on_gpu.py peers runs them in turn. The others are the real packages (peer_models.py), each as
+its users run it, in the barest loop. Before anything is timed, each must give the loss and the gradient
+norm of ours for one sample; who does not is out. nanoGPT does so with GPT-2's GELU, and is timed with its
+own, the exact one.
 """
 
-import argparse
 import functools
-import itertools
 import json
-import math
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import common
-from benchmarks.peer_models import Contestant, load, peers_of, set_gelu
+from benchmarks.peer_models import Contestant, load, peers_of, set_gelu  # noqa: F401
 from llm_train_bench.apply.precision import autocast
-from llm_train_bench.measure.device import keep_freed_memory, time_steps
+from llm_train_bench.measure.device import time_steps
 from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.run.loop import uncollected
 
 DEVICE = common.device_of_runs()
-AMPS, MODES = ["off", "bf16"], ["eager", "compiled"]
+AMPS = ["off", "bf16"]
 SMALL = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 = {"model_type": "gpt2", "n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256}
@@ -63,7 +49,8 @@ class Shape(NamedTuple):
         return torch.randint(self.config["vocab_size"], (self.B, self.T + 1), device=DEVICE)
 
 
-SHAPES = {"gpt2": Shape(GPT2, 8, 256, 3, 4), "llama": Shape(LLAMA, 8, 256, 3, 4)}
+# For a CPU: 6 layers, 384 wide.
+SHAPES = {"gpt2, small": Shape(GPT2, 8, 256, 3, 4), "llama, small": Shape(LLAMA, 8, 256, 3, 4)}
 
 
 def first_sample(shape: Shape) -> Tensor:
@@ -115,9 +102,6 @@ def time_peer(peer: str, compiled: bool, amp: str, shape: Shape, directory: Path
     print(f"{peer}: loss and gradient norm {theirs}, ours {ours}", file=sys.stderr)
     set_gelu(c.module, "none")
     called = c.compile(c.module) if compiled else c.module
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks > 1 and not c.sharded:
-        called = nn.parallel.DistributedDataParallel(called)
     step = common.bare_step(c.module, functools.partial(loss_of, c, called), shape.draw, amp)
     with uncollected():
         time_steps(step, shape.warmup, DEVICE)
@@ -129,71 +113,3 @@ def our_flags(shape: Shape, directory: Path, compiled: bool, amp: str) -> list[s
     flags = f"--bsz {shape.B} --seq-len {shape.T} --amp {amp} --lr {common.LR} --warmup-seconds 0 "
     flags += f"--n-steps {shape.steps} --warmup-steps {shape.warmup}" + " --pt-compile" * compiled
     return [str(directory / "plain.json"), *flags.split()]
-
-
-def time_ours(shape: Shape, directory: Path, ranks: int, compiled: bool, amp: str) -> float:
-    argv = our_flags(shape, directory, compiled, amp) + ["--nproc", str(ranks)] * (ranks > 1)
-    script = "train.py" if ranks == 1 else "train_ddp.py"
-    return common.run_train_apart(*argv, script=script).metrics.step_time_mean_s or math.nan
-
-
-def contestant(name: str) -> None:
-    """Be a rank of a peer, `shape|peer|eager or compiled|amp|directory`; rank 0 prints the seconds."""
-    shape, peer, mode, amp, directory = name.split("|")
-    keep_freed_memory()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    seconds = time_peer(peer, mode == "compiled", amp, SHAPES[shape], Path(directory))
-    if os.environ.get("RANK", "0") == "0":
-        print(seconds)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def contestants(args: argparse.Namespace, shape: str, peers: Sequence[str], top: Path) -> dict:
-    """By name, functions that run ours and the peers, each in a process or ranks of its own."""
-    launcher = []
-    if args.ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", args.ranks]
-        threads = max(1, torch.get_num_threads() // args.ranks)
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    functions, partial = {}, functools.partial
-    for mode, amp in itertools.product(args.modes, args.amps):
-        ours = partial(time_ours, SHAPES[shape], top, args.ranks, mode == "compiled", amp)
-        functions[f"ours {mode} {amp}"] = ours
-        for peer in peers:
-            command = (*launcher, __file__, "--contestant", f"{shape}|{peer}|{mode}|{amp}|{top}")
-            name = f"{peer.partition('=')[0]} {mode} {amp}"
-            functions[name] = partial(common.number_apart, *command)
-    return functions
-
-
-def main() -> None:
-    parser = common.parser_of(__doc__, 5)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
-    parser.add_argument("--amps", nargs="*", default=AMPS, choices=AMPS)
-    parser.add_argument("--nanogpt", help="a checkout of karpathy/nanoGPT")
-    parser.add_argument("--contestant", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.contestant:
-        contestant(args.contestant)
-        return
-    for name in args.shapes:
-        shape, peers = SHAPES[name], peers_of(name, args.nanogpt, gpu=False)
-        with tempfile.TemporaryDirectory() as top:
-            write_checkpoint(shape, Path(top))
-            functions = contestants(args, name, peers, Path(top))
-            times = common.interleave(functions, args.rounds, first=1)
-        pairs = {}
-        for theirs in times:
-            peer, mode, amp = theirs.rsplit(" ", 2)
-            if (ours := f"ours {mode} {amp}") in times and peer != "ours":
-                pairs[f"ours / {peer}, {mode}, {amp}"] = ours, theirs
-        about = f"a training step of {name}: T {shape.T}, B {shape.B} a rank, {args.ranks} rank(s)"
-        common.report(f"peers-{name}-{args.ranks}", times, pairs, about + ", tuned alike")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,16 @@
 """A stored trace of torch.profiler (Chrome trace format, as Kineto writes it) as spans. Needs no torch.
 
-It may be ours or any other PyTorch program's, on a CPU, CUDA or ROCm, plain or gzipped. It is read event
-by event: a long trace does not fit into memory as JSON.
+It may be ours or any other PyTorch program's, on a CPU, CUDA or ROCm, plain or gzipped.
 """
 
 import bisect
-import codecs
 import dataclasses
 import functools
-import gc
 import gzip
 import io
 import itertools
 import json
 import math
-import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -36,11 +32,6 @@ PASSED_OVER = set(
     "external_correlation cuda_profiler_range gpu_pm_counter collective_comm".split()
 )
 STEP = "ProfilerStep#"
-PIECE = 2**23
-# No single event is as long.
-LONGEST_EVENT = 2**26
-
-TOKEN, ITEM = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
 Thread = tuple[Any, Any]  # process and thread
 _NOTHING: dict[str, Any] = {}
 PLAIN = {str, int, float, bool, type(None)}
@@ -137,13 +128,13 @@ class Trace:
 
 def read_trace(path: str | Path) -> Trace:
     """The spans of a trace file; UsageError if it is no trace."""
-    header: dict[str, Any] = {}
+    events, header = _content(Path(path))
     gpu, steps = [], []
     launches: dict[Any, dict[Any, Span]] = defaultdict(dict)  # by process
     host: dict[Thread, list[Span]] = defaultdict(list)
     passed_over: Counter[str] = Counter()
     seen: dict[Any, Any] = {}  # one object for each name, thread and shape, however often it comes
-    for event in _events(Path(path), header):
+    for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
         category = str(event.get("cat", "")).lower()
@@ -302,98 +293,27 @@ def open_trace(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path) if packed else path.open("rb")
 
 
-class _Source:
-    """A file's text, piece by piece, and JSON values cut from its front."""
-
-    def __init__(self, path: Path):
-        self.path, self.file = path, open_trace(path)
-        self.size = path.stat().st_size
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # Kineto does not escape everything that JSON wants escaped.
-        self.scan = json.JSONDecoder(strict=False).raw_decode
-        self.text, self.at, self.read, self.done = "", 0, 0, False
-
-    def more(self) -> bool:
-        """Read on; False at the end."""
-        if self.done:
-            return False
-        data = self.file.read(PIECE)
-        self.read += len(data)
-        most = 100 * self.size + 2**26  # a JSON of events shrinks to a tenth or so
-        if self.read > most:
-            raise UsageError(f"{self.path}: unpacks to over {most / 2**20:,.0f} MiB; no trace does")
-        self.done = not data
-        self.text = self.text[self.at :] + self.decoder.decode(data, self.done)
-        self.at = 0
-        return True
-
-    def skip(self, commas: bool = False) -> str:
-        """The next character that is no space (and no comma); "" at the end."""
-        while True:
-            if match := (ITEM if commas else TOKEN).search(self.text, self.at):
-                self.at = match.start()
-                return match[0]
-            self.at = len(self.text)
-            if not self.more():
-                return ""
-
-    def value(self) -> Any:
-        """The next JSON value; ValueError if there is none."""
-        self.skip()
-        while True:
-            try:
-                value, end = self.scan(self.text, self.at)
-                if end < len(self.text) or self.done:  # or a number may go on
-                    self.at = end
-                    return value
-            except json.JSONDecodeError:
-                if len(self.text) - self.at > LONGEST_EVENT or self.done:
-                    raise
-            self.more()
-
-
-def _events(path: Path, header: dict[str, Any]) -> Iterator[Any]:
-    """The events of a trace one by one; what stands beside them goes into `header`."""
-    has_events = False
-    gc.disable()  # millions of spans are made, and none goes
+def _content(path: Path) -> tuple[list[Any], dict[str, Any]]:
+    """The events of a trace, and what stands beside them."""
     try:
-        source = _Source(path)
-        with source.file:
-            if source.skip() == "[":  # the format's other form: the events alone
-                has_events = True
-                yield from _elements(source)
-                return
-            if source.skip() != "{":
-                source.value()
-                raise UsageError(f"{path}: is JSON, but has no traceEvents; is it a PyTorch trace?")
-            source.at += 1
-            while (next_one := source.skip(commas=True)) != "}":
-                key = source.value()
-                if next_one != '"' or source.skip() != ":":
-                    raise json.JSONDecodeError("Expecting a name", source.text[:1], 0)
-                source.at += 1
-                if key == "traceEvents" and source.skip() == "[":
-                    has_events = True
-                    yield from _elements(source)
-                else:
-                    header[str(key)] = source.value()
+        with open_trace(path) as file:
+            most = 100 * path.stat().st_size + 2**26  # a JSON of events shrinks to a tenth or so
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise UsageError(f"{path}: unpacks to over {most / 2**20:,.0f} MiB; no trace does")
+        # Kineto does not escape everything that JSON wants escaped.
+        content = json.loads(data.decode("utf-8", "replace"), strict=False)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{path}: cannot be read: {reason}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: is not JSON ({error}); was the trace cut off?") from None
-    finally:
-        gc.enable()
-    if not has_events:
+    # The format's other form has the events alone.
+    header = content if isinstance(content, dict) else {"traceEvents": content}
+    events = header.pop("traceEvents", None)
+    if not isinstance(events, list):
         raise UsageError(f"{path}: is JSON, but has no traceEvents; is it a PyTorch trace?")
-
-
-def _elements(source: _Source) -> Iterator[Any]:
-    """The elements of the list that begins here."""
-    source.at += 1
-    while source.skip(commas=True) != "]":
-        yield source.value()
-    source.at += 1
+    return events, header
 
 
 class Ranges:
