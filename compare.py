@@ -62,15 +62,12 @@ class ReportFlags:
     tokens: Tokens of a training run; also prints its days.
     experiment: Experiment file with prices and power limits by platform.
     usd_per_hour: Prices per GPU-hour, for example "H100 SXM=2.5".
-    usd_per_kwh: Price of electricity, added to the price of the GPUs. Without measured energy, the power
-        limit is used.
     """
 
     output_dir: str | None = flag(None, metavar="DIR")
     tokens: float | None = flag(None, above=0)
     experiment: str | None = flag(None, metavar="FILE.yaml")
     usd_per_hour: tuple[str, ...] = flag((), metavar="HARDWARE=US$ ...")
-    usd_per_kwh: float | None = flag(None, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     experiments = [e for e, _ in sweeps.values()]
     if args.experiment:
         experiments.append(read_experiment(args.experiment))
-    prices = prices_of(machines_of(experiments), args.usd_per_hour, records, args.usd_per_kwh)
+    prices = prices_of(machines_of(experiments), args.usd_per_hour, records)
     same = args.methodology == "identical_config"
     rows = compare(records, prices, args.tokens, args.reference, identical=same)
     remarks = report.unknown_models(rows)

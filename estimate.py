@@ -19,16 +19,8 @@ import llm_train_bench.base.start  # noqa: F401
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tool_main import run_tool, tool
+from llm_train_bench.estimate import predict
 from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
-from llm_train_bench.estimate.predict import (
-    EstimateArgs,
-    calibrated,
-    device_of,
-    make_estimate,
-    nearest_changes,
-    script_of,
-    show_estimate,
-)
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS
 from llm_train_bench.model.config import load_config
@@ -42,7 +34,7 @@ from llm_train_bench.settings.rules import refuse_foreign
 def main(argv: Sequence[str]) -> int:
     """Estimate and print; returns 0, 4 if it does not fit, or 2 for bad input."""
     words, file = with_run_file(argv)
-    args = parse_dataclass(EstimateArgs, words, "estimate.py")
+    args = parse_dataclass(predict.EstimateArgs, words, "estimate.py")
     if args.config in set(Script):
         raise UsageError(
             f"{args.config}: estimate.py takes no script; use --parallel ddp, fsdp or pp"
@@ -51,18 +43,18 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--nproc: give the number of devices by --gpus")
     if file and file.script not in (None, Script.ONE) and args.gpus == 1:
         raise UsageError(f"--from: is for {file.script}; --gpus says how many run it")
-    script = script_of(args.pp, args)
+    script = predict.script_of(args.pp, args)
     if not args.plan:
         refuse_foreign(given_fields(words), script)
     if args.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., or cpu")
     if args.plan:
-        refuse_beside_plan(parse_words(EstimateArgs, words, "estimate.py"))
+        refuse_beside_plan(parse_words(predict.EstimateArgs, words, "estimate.py"))
         config = load_config(args.config, args.pad_vocab, args.layers)
         return show_plans(args, functools.partial(dataclasses.replace, args), config)
     if "," in args.gpu and device_called(args.gpu) is None:
         raise UsageError(f"--gpu {args.gpu}: several GPUs go with --plan; name one")
-    gpu = device_of(args.gpu, args)
+    gpu = predict.device_of(args.gpu, args)
 
     def planned(flags: dict[str, Any], gpus: int) -> Plan:
         changed = dataclasses.replace(args, **flags)
@@ -72,13 +64,13 @@ def main(argv: Sequence[str]) -> int:
 
     plan = planned({}, args.gpus)
     if args.calibrate:
-        gpu, note = calibrated(gpu, Path(args.calibrate), plan.work)
+        gpu, note = predict.calibrated(gpu, Path(args.calibrate), plan.work)
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    estimate = make_estimate(plan, args, gpu)
+    estimate = predict.make_estimate(plan, args, gpu)
     if args.json:
         print(json.dumps(dataclasses.asdict(estimate), indent=1))
         return 0 if estimate.fits else 4
-    show_estimate(estimate, args, plan.work)
+    predict.show_estimate(estimate, args, plan.work)
     for note in plan.notes:
         print(note)
     if gpu.native_amp == "fp16" and plan.work.amp == "bf16":
@@ -93,14 +85,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"no price of {gpu.name} is known; --usd-per-hour gives one")
     if estimate.verdict == VERDICTS[0]:
         return 0
-    for change in nearest_changes(planned, plan.work, gpu):
+    for change in predict.nearest_changes(planned, plan.work, gpu):
         print(change)
     return 0 if estimate.fits else 4
 
 
 def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
     """The command line with what --from FILE holds, its script and ranks too; and the file's facts."""
-    words, file = with_file(argv, None, EstimateArgs, "estimate.py")
+    words, file = with_file(argv, None, predict.EstimateArgs, "estimate.py")
     if file is None:
         return words, None
     flags = given_fields(argv)

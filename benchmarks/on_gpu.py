@@ -20,8 +20,6 @@ if anything failed or was wrong, else 5 if there was no time for something.
 """
 
 import argparse
-import collections
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -42,7 +40,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from llm_train_bench.base.start import end_with
 
 import numpy as np
 import torch
@@ -51,6 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import common
+from llm_train_bench.base.children import child
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.check.workloads import Workload, workloads
 from llm_train_bench.measure.device import time_steps
@@ -216,30 +214,12 @@ def run_program(part: Part, name: str, words: str, *more: object, **environment:
 
 def limited(command: list[str], until: float, log: Any, **environment: str) -> int:
     """A command's exit code, 124 if it had to be ended; all that it started ends with it, or with us."""
-    here: dict[str, Any] = {"cwd": ROOT, "env": os.environ | environment}
-    here |= {"start_new_session": True, "preexec_fn": functools.partial(end_with, os.getpid())}
-    process = subprocess.Popen(command, stdout=log, stderr=log, **here)
-    try:
-        return process.wait(max(0.1, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return 124
-    finally:
-        kill_all(process.pid)
-        process.wait()
-
-
-def kill_all(pid: int) -> None:
-    """End a process, its group, and all that it started in other groups."""
-    found, children = [pid], collections.defaultdict(list)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children[parent].append(int(stat.parent.name))
-    for each in found:
-        found += children[each]
-    for kill, each in ((os.killpg, pid), *((os.kill, each) for each in found)):
-        with contextlib.suppress(ProcessLookupError):
-            kill(each, signal.SIGKILL)
+    options = {"stdout": log, "stderr": log, "cwd": ROOT, "env": os.environ | environment}
+    with child(command, **options) as process:
+        try:
+            return process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return 124
 
 
 def mission(part: Part) -> None:

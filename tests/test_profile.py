@@ -248,14 +248,15 @@ def test_tensorboard_tells_what_ran_and_how_it_ended(run):
             for t in events.Tags()["tensors"] if t.endswith("text_summary")}  # fmt: skip
     parts = ("arguments", "model", "device", "environment")
     assert {f"run/{part}/text_summary" for part in parts} == set(text)
-    assert "| sac_freq | 1/4 |" in text["run/arguments/text_summary"]
-    assert f"| git_sha | {r['environment']['git_sha']} |" in text["run/environment/text_summary"]
-    n, total = r["metrics"]["n_measured_steps"], len(steps)
+    assert re.search(r"\| sac_freq +\| 1/4 +\|", text["run/arguments/text_summary"])
+    sha = r["environment"]["git_sha"]
+    assert re.search(rf"\| git_sha +\| {sha} +\|", text["run/environment/text_summary"])
+    total = len(steps)
     final = events.Scalars("final/tokens_per_sec")
-    assert [e.step for e in final] == [total - n, total - 1]
-    assert [e.value for e in final] == [pytest.approx(r["metrics"]["tokens_per_sec"])] * 2
-    # A tag of one dot draws no curve.
-    assert all(len(events.Scalars(tag)) > 1 for tag in events.Tags()["scalars"])
+    # The HPARAMS tab shows a tag's last value; a final figure is no curve.
+    assert [(e.step, e.value) for e in final] == [
+        (total - 1, pytest.approx(r["metrics"]["tokens_per_sec"]))
+    ]
 
 
 def test_tensorboard_hparams_are_those_of_the_run(run):

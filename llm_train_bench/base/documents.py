@@ -25,8 +25,8 @@ COUNTED = 4096
 def read_lengths(text: str) -> np.ndarray:
     """The table of --pack-lengths: sorted lengths of a JSON list, or of a lognormal's MEAN,SIGMA.
 
-    MEAN is the mean length [tokens], SIGMA the standard deviation of its natural logarithm. UsageError
-    for anything else.
+    MEAN is the mean length before rounding [tokens], SIGMA the standard deviation of its natural
+    logarithm. UsageError for anything else.
     """
     numbers = text.split(",")
     if len(numbers) == 2:
@@ -39,7 +39,8 @@ def read_lengths(text: str) -> np.ndarray:
             raise UsageError(f"--pack-lengths {text}: a lognormal distribution {why}")
         normal = statistics.NormalDist()
         z = np.array([normal.inv_cdf((i + 0.5) / LEVELS) for i in range(LEVELS)])
-        return _rounded_to_mean(np.exp(sigma * z), mean)
+        shape = np.exp(sigma * z)
+        return np.maximum(1, np.rint(shape * (mean / shape.mean()))).astype(np.int64)
     try:
         values = parse_json(plain_text(text))
     except (OSError, ValueError) as error:
@@ -51,28 +52,6 @@ def read_lengths(text: str) -> np.ndarray:
     if not good or not all(type(n) is int and 0 < n < 2**31 for n in values):
         raise UsageError(f"--pack-lengths {text}: must be a JSON list of lengths, each 1 or more")
     return np.sort(np.array(values, dtype=np.int64))
-
-
-def _rounded_to_mean(shape: np.ndarray, mean: float) -> np.ndarray:
-    """Whole numbers, 1 or more, in the proportions of sorted values, with that mean."""
-
-    def scaled(factor: float) -> np.ndarray:
-        return np.maximum(1, np.rint(shape * factor)).astype(np.int64)
-
-    low = high = mean / shape.mean()
-    if scaled(high).min() < 2:  # numbers below 1 may have become 1, so that the others are smaller
-        low = 0.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if scaled(middle).mean() <= mean else (low, middle)
-    table = scaled(low)
-    missing = round(mean * len(table)) - table.sum()
-    if missing < 0:  # of the smallest that may be smaller, so that the table stays sorted
-        first = np.searchsorted(table, 2)
-        table[first : first - missing] -= 1
-    else:
-        table[len(table) - missing :] += 1
-    return table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

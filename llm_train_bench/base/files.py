@@ -1,9 +1,7 @@
 """Files that others made, or will read."""
 
 import contextlib
-import errno
 import fcntl
-import hashlib
 import os
 import platform
 import secrets
@@ -41,27 +39,16 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes out while a file is read, changed and written.
+    """Keep other processes out while a file is read, changed and written: they lock its directory.
 
-    The lock is a file beside it, which is gone afterwards. A file system without locks has none.
+    A file system without locks has none.
     """
-    path = Path(os.path.realpath(path))
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no such directory", str(path.parent))
-    digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:12]
-    lock = path.with_name(f".llm-train-bench-{digest}.lock")
-    while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    descriptor = os.open(Path(os.path.realpath(path)).parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), lock.stat()):
-                break
-        os.close(descriptor)  # the process before removed it: wait for the new one
-    try:
         yield
     finally:
-        lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 

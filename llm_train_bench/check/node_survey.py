@@ -18,15 +18,8 @@ from llm_train_bench.base.children import private_directory
 from llm_train_bench.base.errors import NotJoined, UsageError, one_line
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tables import grouped, markdown_table, number
+from llm_train_bench.check import fabric
 from llm_train_bench.check.collective_rates import MIB, collective_rates
-from llm_train_bench.check.fabric import (
-    cause_of_tcp,
-    judged_link,
-    listening,
-    nominal_of,
-    summary,
-    transports_of,
-)
 from llm_train_bench.check.machine_check import failures_of
 from llm_train_bench.measure.device import device_name, pick_device, synchronize
 from llm_train_bench.measure.matmul_rate import device_tflops
@@ -174,12 +167,12 @@ def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
     together = collective_rates(device, SIZES_MIB, 3)
     result = Survey(device_name(device), units, links, together)
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    known = gather(ranks, (transports_of(text, ranks.rank), cause_of_tcp(text)))
+    known = gather(ranks, (fabric.transports_of(text, ranks.rank), fabric.cause_of_tcp(text)))
     for link in links:
         pairs = list(zip(*(units[i].ranks for i in link.units), strict=False))
         kinds = [kind for a, b in pairs if (kind := known[a][0].get(b) or known[b][0].get(a))]
-        link.transport = summary(kinds) or ("gloo" if device.type == "cpu" else "")
-        nominal = nominal_of(link.transport, device_called(result.device))
+        link.transport = fabric.summary(kinds) or ("gloo" if device.type == "cpu" else "")
+        nominal = fabric.nominal_of(link.transport, device_called(result.device))
         link.nominal_gb_per_s = nominal and nominal * len(pairs)
         if "TCP" in link.transport:
             result.cause = known[pairs[0][0]][1]
@@ -210,7 +203,7 @@ def judge_survey(s: Survey) -> None:
         of_node = any("sends" in text for i in link.units for text in s.units[i].failed)
         link.slow = link.gb_per_s < SLOW_LINK * fine and not of_node
         rates = link.gb_per_s, link.nominal_gb_per_s
-        link.verdict, link.why = judged_link(link.transport, *rates)
+        link.verdict, link.why = fabric.judged_link(link.transport, *rates)
 
 
 def survey_job(nproc: int | None, as_json: bool) -> int:
@@ -262,7 +255,7 @@ def survey_by(ranks: Ranks) -> dict[str, Any]:
     device = pick_device("auto", ranks.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    with listening() as log:
+    with fabric.listening() as log:
         join(ranks, device, TIMEOUT_S)
         told = survey(device, ranks, log).as_json()
         leave()

@@ -19,12 +19,7 @@ from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.json_keys import ConfigError
-from llm_train_bench.results.figures import (
-    fill_device_metrics,
-    fill_flop_metrics,
-    fill_flop_rates,
-    fill_step_metrics,
-)
+from llm_train_bench.results import figures
 from llm_train_bench.results.remarks import memory_remark
 from llm_train_bench.results.result_files import Step
 from llm_train_bench.results.schema import Result
@@ -123,13 +118,13 @@ def _wrong_figures(run: SavedRun) -> Iterator[str]:
     if r.device.count == 1:  # of several ranks they are the slowest's
         fresh.step_times_s = []
     phases = {name: [s for s in run.steps if s.phase == name] for name in ("warmup", "measure")}
-    fill_device_metrics(fresh, fresh.devices)
-    fill_step_metrics(fresh, phases["warmup"], phases["measure"])
+    figures.fill_device_metrics(fresh, fresh.devices)
+    figures.fill_step_metrics(fresh, phases["warmup"], phases["measure"])
     if plan:
-        fill_flop_metrics(fresh, plan.work)
+        figures.fill_flop_metrics(fresh, plan.work)
     elif config and r.batch.seq_len:
         palm = flops_per_token(config, r.batch.seq_len, False)
-        fill_flop_rates(fresh, palm, flops_per_token(config, r.batch.seq_len, True))
+        figures.fill_flop_rates(fresh, palm, flops_per_token(config, r.batch.seq_len, True))
     yield from _unlike("step_times_s", r.step_times_s, fresh.step_times_s)
     flops = ("flops", "model_tflops", "mfu", "hfu", "ideal_time", "roof_time")
     for name in (name for name in told if config or not name.startswith(flops)):

@@ -25,7 +25,7 @@ def speed_bars(rows: Sequence[tuple[Compared, str]]) -> str:
     """A bar for each setting and colour, from 0, with a mark for each of its runs."""
     rated = [(r, rate, colour) for row, colour in rows
              if (rate := (r := row.record).tokens_per_sec_per_gpu)]  # fmt: skip
-    most = max((max(rate, *r.rates) for r, rate, _ in rated), default=0.0)
+    most = max((max([rate, *r.rates]) for r, rate, _ in rated), default=0.0)
     parts = []
     for r, speed, colour in rated[:MOST_BARS]:
         marks = (f'<i style="left:{100 * rate / most:.2f}%"></i>' for rate in r.rates[:30])
@@ -144,38 +144,3 @@ def loss_curves(rows: Sequence[tuple[Compared, str]]) -> str:
     folded = "Losses of random tokens, in which nothing can be learnt" if random else ""
     named = [(row, colour) for row, colour, _ in curves]
     return panel("Training loss by step", named, axes.svg("training loss by step", inside), folded)
-
-
-def step_times(rows: Sequence[tuple[Compared, str]]) -> str:
-    """Step times per token and device, a strip for each of a setting's first three runs."""
-    strips = []
-    for row, colour in rows:
-        for run in row.record.runs[:3]:
-            # Steps of any batch share a time per token of one device [us].
-            tokens, n = (run.global_batch or 0) * (run.seq_len or 0), run.n_gpus or 0
-            times = [1e6 * t * n / tokens for t in run.step_times_s] if tokens and n else []
-            if len(times) > 1:
-                strips.append((row, colour, run.label, spread(times, 120)))
-    if not strips:
-        return ""
-    ordered = sorted(t for *_, times in strips for t in times)
-    low, high = _range([ordered[0], min(ordered[-1], 3 * ordered[len(ordered) // 2])])
-    low, tall = max(low, 0.0), 16
-    place = lambda t: round(8 + (min(t, high) - low) / (high - low) * (WIDTH - 16), 1)  # noqa: E731
-    inside = ""
-    for i, (row, colour, label, times) in enumerate(strips):
-        top, middle = i * tall, sorted(times)[len(times) // 2]
-        steps = "".join(f"M{place(t)},{top + 2}v{tall - 7}" for t in times)
-        hint = f"{label}: {row.record.setting}: median {middle:.3g} us"
-        inside += (
-            f'<g><title>{escape(hint)}</title><path d="{steps}" stroke="{colour}" stroke-opacity=".45"/>'
-            f'<path d="M{place(middle)},{top}v{tall - 3}" stroke="var(--ink)" stroke-width="2"/></g>'
-        )
-    foot = len(strips) * tall + 18
-    ends = ((8, "start", low), (WIDTH / 2, "middle", (low + high) / 2), (WIDTH - 8, "end", high))
-    for x, anchor, t in ends:
-        inside += f'<text x="{x}" y="{foot}" text-anchor="{anchor}">{t:.3g} us</text>'
-    box = f'viewBox="0 0 {WIDTH} {foot + 8}" role="img" aria-label="step times of each run"'
-    named = list({id(row): (row, colour) for row, colour, *_ in strips}.values())
-    title = "Step time per token and device: a strip for each run, with its median"
-    return panel(title, named, f"<svg {box}>{inside}</svg>")

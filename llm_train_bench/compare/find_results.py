@@ -45,7 +45,9 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
                         unread.append((file, str(error)))
             if len(unread) > 1:
                 names = ", ".join(str(file.relative_to(path)) for file, _ in unread)
-                say(f"{path}: {len(unread)} files are no results: {names[:300]}; name one to see why")
+                say(
+                    f"{path}: {len(unread)} files are no results: {names[:300]}; name one to see why"
+                )
             elif unread:
                 say(unread[0][1])
             if len(records) == before and (fresh or not files):

@@ -16,12 +16,7 @@ from llm_train_bench.base.tables import grouped, markdown_cell, markdown_table, 
 from llm_train_bench.compare.find_results import read_records, without_copies
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts, Record
-from llm_train_bench.compare.setting import (
-    compare_speed,
-    identity,
-    name_by_itself,
-    unlike_limits,
-)
+from llm_train_bench.compare.setting import compare_speed, identity, name_by_itself, unlike_limits
 from llm_train_bench.formulas.time_statistics import NORMAL, Mean, mean_of, student_t
 from llm_train_bench.results.remarks import drift_remark
 

@@ -9,19 +9,8 @@ from typing import Any
 from llm_train_bench import __version__
 from llm_train_bench.base.redaction import shown_path
 from llm_train_bench.base.tables import grouped
-from llm_train_bench.compare import charts
+from llm_train_bench.compare import charts, report
 from llm_train_bench.compare.ratios import Compared
-from llm_train_bench.compare.report import (
-    by_speed,
-    columns_of,
-    footnotes,
-    headline,
-    provenance,
-    row_facts,
-    scaling_sentence,
-    today,
-    verdicts,
-)
 from llm_train_bench.compare.scaling import scaling
 
 # Settings with a colour, and runs that a row names.
@@ -40,12 +29,14 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
     """The report; `remarks` open it."""
     groups = grouped(rows, lambda row: row.group)
     runs = sum(len(row.record.runs) for row in rows)
-    remarks = [*remarks, *map(scaling_sentence, scaling(rows))]
+    remarks = [*remarks, *map(report.scaling_sentence, scaling(rows))]
     search = '<input type="search" id="filter" placeholder="filter rows" aria-label="filter rows">'
     sections = [_section(name, members) for name, members in groups.items()]
-    reading = [*footnotes(rows), *HOW_TO_READ]
+    reading = [*report.footnotes(rows), *HOW_TO_READ]
     body = [_list(remarks), search, *sections, "<h2>How to read this</h2>", _list(reading)]
-    about = f"{len(rows)} settings, {runs} runs, made {today()} by llm-train-bench {__version__}"
+    about = (
+        f"{len(rows)} settings, {runs} runs, made {report.today()} by llm-train-bench {__version__}"
+    )
     folder = Path(__file__).parent
     template, style, script = (
         (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
@@ -55,7 +46,7 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
         about=about,
         style=style,
         script=script,
-        body="\n".join([*body, *_provenance(rows)]),
+        body="\n".join([*body, _provenance(rows)]),
     )
 
 
@@ -66,31 +57,30 @@ def _list(lines: Iterable[str]) -> str:
 
 def _section(name: str, members: list[Compared]) -> str:
     """A group: its answer, its charts, and the table of its settings."""
-    members = sorted(members, key=by_speed)
+    members = sorted(members, key=report.by_speed)
     compared = [row for row in members if row.is_reference or not row.not_compared]
     colours = {id(row): f"var(--c{i})" for i, row in enumerate(compared[:COLOURS])}
     drawn = [(row, colours[id(row)]) for row in compared[:COLOURS]]
     fastest = sorted(compared, key=lambda row: -(row.record.tokens_per_sec_per_gpu or 0.0))
     bars = charts.speed_bars([(row, colours.get(id(row), "var(--grey)")) for row in fastest])
-    drawings = (charts.speed_against_memory, charts.step_times, charts.loss_curves)
-    panels = "".join(draw(drawn) for draw in drawings)
+    panels = charts.speed_against_memory(drawn) + charts.loss_curves(drawn)
     shared = f'<p class="soft">All: {escape(members[0].shared)}</p>' if members[0].shared else ""
-    best = f'<p class="headline">{escape(headline(members))}</p>'
+    best = f'<p class="headline">{escape(report.headline(members))}</p>'
     return "\n".join([
-        f"<section><h2>{escape(name)}</h2>", shared, best, bars, _list(verdicts(members)),
+        f"<section><h2>{escape(name)}</h2>", shared, best, bars, _list(report.verdicts(members)),
         _table(members, colours), f'<div class="panels">{panels}</div></section>',
     ])  # fmt: skip
 
 
 def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
     """The settings of a group, each row with the facts that it sorts by."""
-    columns = columns_of(members)
+    columns = report.columns_of(members)
     heads = "".join(
         f'<th class="{"text" * c.words}"><button>{escape(c.head)}</button></th>' for c in columns
     )
     lines = []
     for row in members:
-        facts = row_facts(row)
+        facts = report.row_facts(row)
         cells = [f"<td{_attributes(c.fact, facts)}>{escape(c.text(row))}</td>" for c in columns]
         dot = f'<span class="dot" style="background:{colours.get(id(row), "var(--grey)")}"></span>'
         cells[0] = (
@@ -125,17 +115,10 @@ def _runs(row: Compared) -> list[str]:
     return [*lines, f"{more} more in runs.csv"] if more > 0 else lines
 
 
-def _provenance(rows: list[Compared]) -> list[str]:
-    """Where the runs are from: what differs between them, and what is the same."""
-    differ, shared = provenance(rows)
-    parts = []
-    if len(differ) > 1 and len(differ[0]) > 1:
-        parts += ["<h2>Provenance: what differs between the runs</h2>", _grid(differ)]
-    if shared:
-        parts += ["<h2>Provenance: the same for all runs</h2>", _grid(shared)]
-    return parts
-
-
-def _grid(lines: Iterable[Sequence[str]]) -> str:
-    cells = ("".join(f'<td class="text">{escape(x)}</td>' for x in line) for line in lines)
-    return f'<div class="scroll"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
+def _provenance(rows: list[Compared]) -> str:
+    """Where the runs are from: what differs between them, then what is the same."""
+    lines = "".join(
+        f'<tr><td class="text">{escape(name)}</td><td class="text">{escape(text)}</td></tr>'
+        for name, text in report.provenance(rows)
+    )
+    return f'<h2>Provenance</h2><div class="scroll"><table>{lines}</table></div>' if lines else ""

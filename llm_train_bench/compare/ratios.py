@@ -10,18 +10,8 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import device_called, find_hardware
 from llm_train_bench.base.tables import grouped
+from llm_train_bench.compare import setting
 from llm_train_bench.compare.records import Record
-from llm_train_bench.compare.setting import (
-    RUNS_DIFFER,
-    RUNS_FOR_A_VERDICT,
-    Answer,
-    name_settings,
-    plainest,
-    ratio_interval,
-    repeats,
-    settle,
-    unlike,
-)
 from llm_train_bench.formulas.time_statistics import mean_of
 from llm_train_bench.results.metrics import MEANS
 
@@ -43,7 +33,7 @@ class Compared:
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
-    answer: Answer = "uncertain"
+    answer: setting.Answer = "uncertain"
     usd_per_trillion: float | None = None
     tokens_per_joule: float | None = None
     energy_measured: bool = False
@@ -53,7 +43,7 @@ class Compared:
     @property
     def enough_runs(self) -> bool:
         """Whether both sides have the runs that a verdict takes."""
-        return min(len(self.record.rates), self.runs_of_reference) >= RUNS_FOR_A_VERDICT
+        return min(len(self.record.rates), self.runs_of_reference) >= setting.RUNS_FOR_A_VERDICT
 
     @property
     def verdict(self) -> str:
@@ -67,7 +57,7 @@ class Compared:
         if not self.enough_runs or self.ratio_low is None:
             few = min(len(self.record.rates), self.runs_of_reference)
             return f"no verdict: {few} run{'s' * (few > 1)}"
-        if self.answer == "uncertain" or abs(self.ratio - 1) < RUNS_DIFFER:
+        if self.answer == "uncertain" or abs(self.ratio - 1) < setting.RUNS_DIFFER:
             return "within noise"
         return self.answer
 
@@ -87,8 +77,6 @@ class Prices:
 
     usd_per_hour: Mapping[str, float]
     tdp_w: Mapping[str, float]
-    usd_per_kwh: float | None = None
-    """Of electricity, on top of these prices."""
 
 
 def compare(
@@ -106,11 +94,11 @@ def compare(
     names: dict[str, str | None] = {}  # one for each model: a file of runs does not tell all
     for r in records:
         r.model = names.setdefault(r.model_hash, r.model) if r.model_hash else r.model
-    settings = map(_pooled, repeats(records))
+    settings = map(_pooled, setting.repeats(records))
     rows = [Compared(r, group_of(r), not_compared=r.invalid) for r in settings]
     groups = grouped(rows, lambda row: row.group)
     for members in groups.values():
-        shared = name_settings([row.record for row in members])
+        shared = setting.name_settings([row.record for row in members])
         for row in members:
             row.shared = shared
     called = {row.record.setting: row for row in rows}
@@ -122,7 +110,7 @@ def compare(
         )
     for members in groups.values():
         usable = [row for row in members if not row.not_compared and row.record.rates]
-        plain = plainest([row.record for row in usable or members])
+        plain = setting.plainest([row.record for row in usable or members])
         first = next(row for row in members if row.record is plain)
         if reference is not None and called[reference] in members:
             first = called[reference]
@@ -130,17 +118,22 @@ def compare(
         for row in members:
             if row is not first:
                 row.runs_of_reference = len(first.record.rates)
-                row.not_compared = row.not_compared + unlike(first.record, row.record, identical)
+                row.not_compared = row.not_compared + setting.unlike(
+                    first.record, row.record, identical
+                )
                 if first.record.invalid:
                     row.not_compared.append(f"the reference is invalid: {first.record.invalid[0]}")
                 rates, base = row.record.rates, first.record.rates
                 if not row.not_compared and rates and base:
                     row.ratio = statistics.fmean(rates) / statistics.fmean(base)
-                    row.ratio_low, row.ratio_high = ratio_interval(rates, base) or (None, None)
+                    row.ratio_low, row.ratio_high = setting.ratio_interval(rates, base) or (
+                        None,
+                        None,
+                    )
     references = {row.group: row.record for row in rows if row.is_reference}
     tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
     pairs = [(mean_of(x.record.rates), mean_of(references[x.group].rates)) for x in tested]
-    for row, answer in zip(tested, settle(pairs), strict=True):
+    for row, answer in zip(tested, setting.settle(pairs), strict=True):
         row.answer = answer
     for row in rows:
         _fill_cost(row, prices, tokens)
@@ -165,19 +158,14 @@ def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
     watts = watts or r.power_limit_w or (device and device.tdp_w)
     if row.tokens_per_joule is None and rate and watts:
         row.tokens_per_joule = rate / watts
-    if rate and price and (row.tokens_per_joule or not prices.usd_per_kwh):
+    if rate and price:
         row.usd_per_trillion = price / 3600 / rate * 1e12
-        if prices.usd_per_kwh and row.tokens_per_joule:
-            row.usd_per_trillion += 1e12 / row.tokens_per_joule / 3.6e6 * prices.usd_per_kwh
     if tokens and r.tokens_per_sec:
         row.days = tokens / r.tokens_per_sec / 86400
 
 
 def prices_of(
-    machines: Mapping[str, Any],
-    usd_per_hour: Sequence[str],
-    records: Sequence[Record],
-    usd_per_kwh: float | None = None,
+    machines: Mapping[str, Any], usd_per_hour: Sequence[str], records: Sequence[Record]
 ) -> Prices:
     """Prices and power limits of an experiment's machines; prices of the flag override them.
 
@@ -201,7 +189,7 @@ def prices_of(
             have = ", ".join(sorted(names)) or "none that is known"
             raise UsageError(f"--usd-per-hour {text}: the runs' hardware is {have}")
         usd[name] = number
-    return Prices(usd, watts, usd_per_kwh)
+    return Prices(usd, watts)
 
 
 def _pooled(runs: list[Record]) -> Record:

@@ -31,10 +31,9 @@ benchmark bench train training result results output nvidia amd cuda rocm nvd gp
 mi300x mi325x mi350x mi355x
 """.split()
 # Hyperparameters of the other suite, and their names here.
-HYPERPARAMETERS = {
-    "learning_rate": "lr",
-    "warmup_steps": "lr_warmup_steps",
-} | {name: name for name in ("weight_decay", "optimizer", "seed")}
+HYPERPARAMETERS = {"learning_rate": "lr", "warmup_steps": "lr_warmup_steps"} | {
+    name: name for name in ("weight_decay", "optimizer", "seed")
+}
 
 
 def read_json(path: Path, facts: LogFacts) -> list[Record]:

@@ -11,12 +11,7 @@ from typing import Any
 from llm_train_bench import __version__
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.redaction import shown_path, shown_text
-from llm_train_bench.base.tables import (
-    grouped,
-    markdown_table,
-    number,
-    write_rows,
-)
+from llm_train_bench.base.tables import grouped, markdown_table, number, write_rows
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.scaling import relative, scaling
@@ -204,18 +199,20 @@ def _run_facts(row: Compared, r: Record, differ: Sequence[str]) -> dict[str, Any
     return facts | {"path": shown_path(r.path)}
 
 
-def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
-    """Origins of runs: what differs, names first and a line for those alike; and what all share."""
+def provenance(rows: list[Compared]) -> list[tuple[str, str]]:
+    """Name and values of each origin of the runs; with several values, whose each is, and these first."""
     runs = [r for row in rows for r in row.record.runs][:MOST_RUNS]
-    names = dict.fromkeys(name for r in runs for name in r.provenance)
-    values = {name: [r.provenance.get(name, "unknown") for r in runs] for name in names}
-    differ = [name for name in names if len(set(values[name])) > 1]
-    alike = grouped(runs, lambda r: tuple(r.provenance.get(name, "unknown") for name in differ))
-    lines = [["runs", *differ]]
-    for origin, group in alike.items():
-        more = f" and {len(group) - 1} more" if group[1:] else ""
-        lines.append([group[0].label + more, *origin])
-    return lines, [[name, values[name][0]] for name in names if name not in differ]
+    lines = []
+    for name in dict.fromkeys(name for r in runs for name in r.provenance):
+        values = grouped(runs, lambda r, name=name: r.provenance.get(name, "unknown"))
+        texts = []
+        for value, members in values.items():
+            more = f" and {len(members) - 1} more" if members[1:] else ""
+            texts.append(
+                f"{value} ({members[0].label}{more})" if values.keys() - {value} else value
+            )
+        lines.append((len(texts) < 2, name, "; ".join(texts)))
+    return [(name, text) for _, name, text in sorted(lines, key=lambda line: line[0])]
 
 
 def write(rows: list[Compared], directory: Path, remarks: list[str], page: str) -> str:
@@ -295,26 +292,17 @@ def scaling_sentence(line: dict[str, Any]) -> str:
     )
 
 
-# Per cent of a difference within which two settings are as fast as each other.
-ALIKE = 5.0
+# Two settings are as fast as each other if they surely differ by no more than this part.
+ALIKE = 0.05
+FASTER = {"faster": "is faster than", "slower": "is slower than"}
 
 
 def sentence(m: Compared, reference: Record) -> str:
     """A setting against the reference in words: its speed, with the interval, and its memory."""
     r, plain = m.record, reference.setting
-    ratios = m.ratio or 1.0, m.ratio_low or 1.0, m.ratio_high or 1.0
-    change, low, high = (100 * (x - 1) for x in ratios)
-    wide = (high - low) / 2
-    if m.verdict == "within noise":
-        alike = max(abs(low), abs(high)) <= ALIKE
-        says = "is as fast as" if alike else "cannot be distinguished from"
-        text = f"{r.setting} {says} {plain} ({change:+.1f} ± {wide:.1f} %)"
-    elif not 1 / FACTOR < ratios[0] < FACTOR:
-        text = f"{r.setting} is {ratios[0]:.3g} ± {wide / 100:.2g} x as fast as {plain}"
-    elif m.verdict == "faster":
-        text = f"{r.setting} is {change:.1f} ± {wide:.1f} % faster than {plain}"
-    else:
-        text = f"{r.setting} costs {-change:.1f} ± {wide:.1f} % of the speed of {plain}"
+    most = max(abs((ratio or 1.0) - 1) for ratio in (m.ratio_low, m.ratio_high))
+    alike = "is as fast as" if most <= ALIKE else "cannot be distinguished from"
+    text = f"{r.setting} {FASTER.get(m.verdict, alike)} {plain} ({ratio_text(m)})"
     if r.memory_gib and reference.memory_gib and r.memory_kind == reference.memory_kind:
         saved = reference.memory_gib - r.memory_gib
         if abs(saved) > 0.02 * reference.memory_gib:

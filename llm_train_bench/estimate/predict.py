@@ -21,16 +21,8 @@ from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.estimate.trainers import plan_by
+from llm_train_bench.formulas import memory_model
 from llm_train_bench.formulas.flops import step_flops_per_token
-from llm_train_bench.formulas.memory_model import (
-    VERDICTS,
-    MemoryEstimate,
-    estimate_memory,
-    largest_batch,
-    offloaded_bytes,
-    sure_part,
-    verdict_of,
-)
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed, step_joules
 from llm_train_bench.formulas.work import Work
@@ -142,7 +134,7 @@ class Estimate:
     parameters: int
     flops_per_token: float
     global_batch: int
-    memory: MemoryEstimate
+    memory: memory_model.MemoryEstimate
     memory_outside: float
     """Context, buffers and gaps; negative only if a calibration says so."""
     memory_limit: float
@@ -180,11 +172,11 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     on_gpu = gpu.platform != "cpu"
 
     def whole(bsz: int) -> float:
-        return estimate_memory(work.with_micro_batch(bsz), on_gpu).on_device(world)
+        return memory_model.estimate_memory(work.with_micro_batch(bsz), on_gpu).on_device(world)
 
-    memory, limit = estimate_memory(work, on_gpu), gpu.memory_gib * BYTES_PER_GIB
+    memory, limit = memory_model.estimate_memory(work, on_gpu), gpu.memory_gib * BYTES_PER_GIB
     needed = memory.on_device(world)
-    verdict = verdict_of(needed, limit, work)
+    verdict = memory_model.verdict_of(needed, limit, work)
     speed = estimate_speed(work, gpu)
     per_second = batch.tokens_per_step / speed.step_s
     flops = step_flops_per_token(work, causal=False)
@@ -206,9 +198,9 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         memory=memory,
         memory_outside=needed - memory.peak,
         memory_limit=limit,
-        fits=verdict != VERDICTS[2],
+        fits=verdict != memory_model.VERDICTS[2],
         verdict=verdict,
-        largest_bsz=largest_batch(whole, sure_part(work) * limit),
+        largest_bsz=memory_model.largest_batch(whole, memory_model.sure_part(work) * limit),
         step_s=speed.step_s,
         parts_s=speed.parts,
         tokens_per_sec=per_second,
@@ -353,7 +345,7 @@ def nearest_changes(
             step_s = estimate_speed(other.work, gpu).step_s
             rate = other.work.batch.tokens_per_step / step_s / n
             words = " ".join(to_argv(flags | ({"gpus": n} if n != gpus else {})))
-            word = "would" if need <= sure_part(other.work) * gpu.memory_gib else "may"
+            word = "would" if need <= memory_model.sure_part(other.work) * gpu.memory_gib else "may"
             text = f"{word} fit: {words}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
             fitting.append((word == "would", rate, text))
     texts = [text for *_, text in sorted(fitting, reverse=True)[:3]]
@@ -384,7 +376,7 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
             rows.append((f"  {name}", f"{seconds:.4g} s"))
     if work.cpu_offload:
         rows.append(("  --cpu-offload", "its transfers are not counted"))
-    if sent := offloaded_bytes(work, work.layers_of(0)):
+    if sent := memory_model.offloaded_bytes(work, work.layers_of(0)):
         rows.append(("  --offload-activations", f"{_gib(sent)} each way in a micro batch"))
     if e.memory.host:
         rows.append(("memory of the host, for each", _gib(e.memory.host)))

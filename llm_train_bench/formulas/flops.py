@@ -19,11 +19,7 @@ no useful work and are not counted.
 import math
 from collections.abc import Sequence
 
-from llm_train_bench.formulas.parameters import (
-    active_numbers,
-    count_parameters,
-    linear_parameters,
-)
+from llm_train_bench.formulas.parameters import active_numbers, count_parameters, linear_parameters
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import present

@@ -12,11 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
-from llm_train_bench.formulas.collectives import (
-    padded_size,
-    rank_matrices,
-    tokens_sent,
-)
+from llm_train_bench.formulas import collectives
 from llm_train_bench.formulas.work import OUR_TRAINER, Work, alike, block_parameters
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.shapes import present
@@ -266,8 +262,8 @@ class _Sizes:
         whole = 1 if work.keeps_shards else parallel.tp  # others have embedding and head whole
         self.vocabulary *= whole / parallel.tp
         # Shards and gathers come padded to a multiple of the ranks.
-        for part in rank_matrices(config, parallel, pp_rank):
-            size = padded_size(work, part)
+        for part in collectives.rank_matrices(config, parallel, pp_rank):
+            size = collectives.padded_size(work, part)
             self.held += size / part.mesh
             numbers[part.unit] += size * (whole if part.unit < 0 else 1)
         self.whole = sum(numbers.values())
@@ -538,7 +534,7 @@ def _sums_passing(work: Work) -> float:
     if work.parallelism.ep == 1 or work.trainer is not OUR_TRAINER:
         return 0.0
     size = present(work.config.experts).latent or work.config.hidden_size
-    return work.own_tokens * tokens_sent(work) * size * (work.matmul_bytes + 4)
+    return work.own_tokens * collectives.tokens_sent(work) * size * (work.matmul_bytes + 4)
 
 
 def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:

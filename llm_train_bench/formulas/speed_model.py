@@ -17,15 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
-from llm_train_bench.formulas.collectives import (
-    collective_time,
-    ddp_bytes,
-    muon_numbers,
-    rank_matrices,
-    send_time,
-    token_time,
-    unit_times,
-)
+from llm_train_bench.formulas import collectives
 from llm_train_bench.formulas.flops import (
     attended_keys,
     attention_width,
@@ -137,7 +129,7 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
     head = head_time(work, gpu) if last else (0.0, 0.0)
     memory, held = _weights_time(work, gpu, pp_rank)
     time = PartTime(times[0] + head[0], times[1], times[2] + head[1] + memory)
-    moves = _moves(work, time, token_time(work, gpu, pp_rank))
+    moves = _moves(work, time, collectives.token_time(work, gpu, pp_rank))
     compute = sum(time)
     communicates = work.world > 1 and (work.fsdp or work.trains)
     beside = compute * c.beside_communication * bool(communicates)
@@ -152,10 +144,10 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
     each = stretch + moves / (forward + backward)
     units, after = {}, 0.0
     if work.fsdp:
-        units = unit_times(work, gpu, pp_rank)
+        units = collectives.unit_times(work, gpu, pp_rank)
     elif work.shares_states and work.pass_type == "step":
-        size = ddp_bytes(_learnt(work), work).get("all_gather", 0)
-        after = collective_time("all_gather", size, work.world, gpu.per_node, gpu)
+        size = collectives.ddp_bytes(_learnt(work), work).get("all_gather", 0)
+        after = collectives.collective_time("all_gather", size, work.world, gpu.per_node, gpu)
     pieces = Pieces(
         {i: t[0] * each for i, t in passes.items()},
         {i: t[1] * each for i, t in passes.items()},
@@ -208,14 +200,14 @@ def _learnt(work: Work) -> list[Weight]:
 def surroundings(work: Work, gpu: Hardware) -> Around:
     """DDP's buckets, or what a pipeline's sends take."""
     if work.parallelism.pp > 1:
-        return Around(send_s=send_time(work, gpu))
-    size = ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
+        return Around(send_s=collectives.send_time(work, gpu))
+    size = collectives.ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
     if not work.ddp or not size:
         return Around()
     bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), block_parameters(work.config)
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
     filled = {layer: size / bucket * numbers[layer] / whole for layer in work.layers}
-    seconds = collective_time("all_reduce", bucket, work.world, gpu.per_node, gpu)
+    seconds = collectives.collective_time("all_reduce", bucket, work.world, gpu.per_node, gpu)
     return Around(filled, size / bucket, seconds)
 
 
@@ -261,8 +253,8 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
             flops += len(same) * number * muon_flops(weight)
     rate = _bf16_tflops(gpu) * 1e12 * _level(work, gpu) * c.sustained
     ranks = work.parallelism.shards if work.fsdp else 1
-    size = 2 * muon_numbers(work, 0) if ranks > 1 else 0.0
-    moving = 2 * collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
+    size = 2 * collectives.muon_numbers(work, 0) if ranks > 1 else 0.0
+    moving = 2 * collectives.collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
     return flops / ranks / rate + moving
 
 
@@ -326,7 +318,7 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
 def _weights_time(work: Work, gpu: Hardware, pp_rank: int) -> tuple[float, float]:
     """Seconds of casts and copies of weights and gradients in a micro batch; parameters learnt here."""
     fsdp, parallel, moved = work.fsdp, work.parallelism, 0.0
-    parts = rank_matrices(work.config, parallel, pp_rank)
+    parts = collectives.rank_matrices(work.config, parallel, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
     if not fsdp and work.casts_weights:
         moved += 6 * n  # autocast casts every weight in every forward pass

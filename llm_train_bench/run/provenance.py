@@ -29,14 +29,7 @@ from llm_train_bench.model.config import ModelConfig, describe_keys_without_effe
 from llm_train_bench.results.remarks import REFERENCE_KERNELS
 from llm_train_bench.results.result_files import now, this_process
 from llm_train_bench.results.schema import Device, Fp8Info, ModelInfo, Result, StepSize
-from llm_train_bench.settings.flags import (
-    LEARNT,
-    Args,
-    declared,
-    flag_of,
-    of_kind,
-    usual_values,
-)
+from llm_train_bench.settings.flags import LEARNT, Args, declared, flag_of, of_kind, usual_values
 from llm_train_bench.settings.plan import Plan, Schedule
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ _NO_PART = re.compile(
 _PATTERNS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def _first(table: str, name: str) -> str | None:
+def named(table: str, name: str) -> str | None:
+    """What the first pattern of a table that finds something in the name stands for."""
     rows = _PATTERNS[table]
     found = (kind for kind, *texts in rows if re.search("|".join(texts), name, re.IGNORECASE))
     return next(found, "") or None
@@ -37,9 +38,9 @@ def _first(table: str, name: str) -> str | None:
 def kernel_class(name: str) -> str:
     """The class of a GPU kernel, memory copy or memset: by its function's own name, if that tells it."""
     scope, own, arguments = name_parts(name[:LONGEST])
-    kind = _first("kernels", own) or _first("namespaces", scope + own)
+    kind = named("kernels", own) or named("namespaces", scope + own)
     if kind is None and _WRAPPERS.fullmatch(own):
-        kind = _first("kernels", arguments)
+        kind = named("kernels", arguments)
     return kind or ELEMENTWISE
 
 
@@ -79,12 +80,12 @@ def name_parts(name: str) -> tuple[str, str, str]:
 @functools.cache
 def operator_class(name: str) -> str | None:
     """The class of a CPU operator's own time; None for what only looks at tensors or calls others."""
-    return _first("operators", name)
+    return named("operators", name)
 
 
 def collective_kind(said: object, name: str) -> str:
     """The kind of a collective, by what its `Collective name` says or by its kernel's or range's name."""
-    kinds = (_first("collectives", text) for text in (str(said or ""), name))
+    kinds = (named("collectives", text) for text in (str(said or ""), name))
     return next(filter(None, kinds), "other")
 
 
@@ -101,4 +102,4 @@ def matmul_format(name: str, input_types: list[str] | None = None) -> str | None
     else:
         _, own, arguments = name_parts(name[:LONGEST])
         name = f"{own} {arguments}"
-    return _first("formats", name) or _first("formats", types)
+    return named("formats", name) or named("formats", types)

@@ -15,6 +15,7 @@ from llm_train_bench.trace.kernel_names import (
     collective_kind,
     kernel_class,
     matmul_format,
+    named,
 )
 from llm_train_bench.trace.read_trace import Span, Trace
 
@@ -23,25 +24,7 @@ _OPERATOR = re.compile(
     r"^(?:aten::_scaled_dot_product_(?:(flash|efficient|cudnn)_attention(?:_for_cpu)?|attention_(math))"
     r"|llm_train_bench::(block)_attention)(_backward)?$"
 )
-# Kernels, for steps whose operators are not recorded, as those inside CUDA graphs.
-_KERNELS = {
-    "flex": re.compile(r"^triton_tem_.*flex_(attention|decoding)"),
-    "cudnn": re.compile(r"cudnn_generated_fort|cudnn.*sdpa", re.I),
-    "efficient": re.compile(r"fmha_cutlass|mem_eff", re.I),
-    "flash": re.compile(r"flash|^attn_(fwd|bwd)|^bwd_kernel_(dk_dv|dq|fuse)", re.I),
-}
 _BACKWARD = re.compile(r"backward|bwd|fmha_cutlassB", re.I)
-_LIBRARIES = {
-    "triton": re.compile(r"triton|^_?matmul_(kernel|ogs)|fused_moe_kernel", re.I),
-    "tensile": re.compile(r"cijk_", re.I),  # rocBLAS and hipBLASLt
-    "ck": re.compile(r"\bck(_tile)?::|kernel_gemm_xdl", re.I),
-    "aiter": re.compile(r"aiter", re.I),
-    "cutlass": re.compile(r"cutlass::device_kernel|cutlass::gemm", re.I),
-    "cublas": re.compile(r"nvjet|xmma|cublas|cutlass_\d|gemv|splitk|^(void )?\w*gemm", re.I),
-    "onednn": re.compile(r"mkldnn|onednn", re.I),
-    "mkl": re.compile(r"^mkl::"),
-    "aten": re.compile(r"^aten::"),
-}
 _FUSED_OPTIMIZER = re.compile(r"_fused_(adamw?|sgd)_|Fused(Adam|Sgd)|multi_tensor_adam")
 _WAITING_COPY = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost")
 # Bytes that each rank sends in a ring, in units of those it hands in (nccl-tests, PERFORMANCE.md).
@@ -117,10 +100,10 @@ def _attention(names: set[str]) -> dict[str, set[str]]:
     for match in filter(None, map(_OPERATOR.match, names)):
         name = match[1] or match[2] or "blocks"
         found["backward" if match[4] else "forward"].add(name)
-    kernels = ("flex",) if found else _KERNELS  # operators name all kernels except FlexAttention's
+    by_operators = bool(found)  # which name all kernels except FlexAttention's
     for name in (name for name in names if "::_" not in name):
-        kernel = next((k for k in kernels if _KERNELS[k].search(name)), None)
-        if kernel:
+        kernel = named("attention", name)
+        if kernel == "flex" or (kernel and not by_operators):
             found["backward" if _BACKWARD.search(name) else "forward"].add(kernel)
     if "math" in found.get("forward", ()):  # its backward is autograd's, of plain matmuls
         found["backward"].add("math")
@@ -141,7 +124,7 @@ def _matmuls(trace: Trace) -> Counter[str]:
         )
     calls: Counter[str] = Counter()
     for kernel, args in matmuls:
-        library = next((n for n, pattern in _LIBRARIES.items() if pattern.search(kernel)), "other")
+        library = named("libraries", kernel) or "other"
         number_format = matmul_format(kernel if trace.gpu else "", args.get("Input type"))
         calls[f"{library} {number_format or 'unknown'}"] += 1
     return calls
