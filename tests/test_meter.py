@@ -445,9 +445,8 @@ def test_a_training_that_fails_is_no_finished_one(tmp_path):
     assert noted(r, "FLOPs are unknown") and noted(r, "model_type")
 
 
-@pytest.mark.parametrize("name", ["trainer", "lightning_loop"])
-def test_examples_measure_what_they_run(tmp_path, name):
-    forked(ROOT / f"examples/{name}.py", TINY, cwd=tmp_path)
+def test_the_example_measures_what_it_runs(tmp_path):
+    forked(ROOT / "examples/trainer.py", TINY, cwd=tmp_path)
     r = only_result(tmp_path / "runs")
     flags = "--device cpu --amp off --bsz 1 --seq-len 128 --n-steps 1"
     own = trained(tmp_path / "own", TINY, flags)

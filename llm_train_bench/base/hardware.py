@@ -49,6 +49,8 @@ class Hardware:
     measured_fp8_tflops: float | None = None
     usd_per_hour: float | None = None
     fitted: dict[str, float] = dataclasses.field(default_factory=dict)
+    family: str = ""
+    """Devices for which an estimate is as good: of one architecture and use."""
     source: str
 
     @property
@@ -114,7 +116,7 @@ def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
     """An entry of a file, checked."""
     hints, fields = typing.get_type_hints(Hardware), dataclasses.fields(Hardware)
     optional = {f.name for f in fields if f.default is not f.default_factory}
-    needed = hints.keys() - (optional if path != HARDWARE_FILE else {"peer_gb_per_s"})
+    needed = hints.keys() - (optional if path != HARDWARE_FILE else {"peer_gb_per_s", "family"})
     if wrong := sorted((needed - entry.keys()) | (entry.keys() - hints.keys())):
         what = f"lacks {wrong[0]}" if wrong[0] in needed else f"has {wrong[0]}, which no entry has"
         raise UsageError(f"{path}: the entry {entry.get('name', '?')} {what}")
@@ -247,15 +249,6 @@ def find_hardware(name: str) -> Hardware:
     return near[0]
 
 
-# Devices for which an estimate is as good: of one architecture and use.
-FAMILIES_OF_DEVICES = {
-    "H100, H200": ("H100", "H200", "GH200", "H20", "H800"), "A100": ("A100", "A800"),
-    "Ampere": ("A10", "A10G", "A40", "A6000", "RTX 3090"),
-    "B200, B300": ("B200", "B300", "GB200", "GB300"), "MI300X, MI325X": ("MI300X", "MI325X", "MI300A"),
-    "MI350X, MI355X": ("MI350X", "MI355X"), "Ada": ("L40S", "L40", "L4", "RTX 4090", "RTX 6000"),
-    "RTX Blackwell": ("RTX 5090", "RTX PRO", "GB10")}  # fmt: skip
-
-
 def accuracy_of(name: str, experts: bool, low: bool | None = None) -> dict[str, Any] | None:
     """How far estimates of such a device were from published rows that chose no constant.
 
@@ -271,8 +264,8 @@ def accuracy_of(name: str, experts: bool, low: bool | None = None) -> dict[str, 
 
 def family_of(name: str) -> str:
     """The family of a device, by which the accuracy of estimates is told; its name where it has none."""
-    families = FAMILIES_OF_DEVICES.items()
-    return next((f for f, words in families for w in words if f"{name} ".startswith(f"{w} ")), name)
+    device = device_called(name)
+    return (device.family if device else "") or name
 
 
 class Constants(dict[str, float]):

@@ -3,22 +3,13 @@
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import TypeVar
 
 from llm_train_bench.compare.ratios import Compared
 
-Item = TypeVar("Item")
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 250, 58, 34  # [pixels]
 # An axis spans this part of its largest value at least: noise must not look like a difference.
 LEAST_SPAN = 0.2
 MOST_BARS = 20
-
-
-def spread(values: Sequence[Item], most: int) -> list[Item]:
-    """At most so many of a sequence, evenly, with the first and the last."""
-    if len(values) <= most:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def speed_bars(rows: Sequence[tuple[Compared, str]]) -> str:
@@ -129,8 +120,10 @@ def speed_against_memory(rows: Sequence[tuple[Compared, str]]) -> str:
 
 def loss_curves(rows: Sequence[tuple[Compared, str]]) -> str:
     """Training loss by step; folded where the tokens were random, since nothing is learnt."""
-    curves = [(row, colour, [(i, x) for i, x in spread(row.record.losses, 200) if math.isfinite(x)])
-              for row, colour in rows]  # fmt: skip
+    curves = []
+    for row, colour in rows:
+        losses = [(step, loss) for step, loss in row.record.losses if math.isfinite(loss)]
+        curves.append((row, colour, losses[:: math.ceil(len(losses) / 200) or 1]))
     curves = [curve for curve in curves if len(curve[2]) > 1]
     if not curves:
         return ""

@@ -39,17 +39,16 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
                 try:
                     records += _parse(file, facts)
                 except UsageError as error:
-                    if file.name == "result.json":
-                        say(str(error))
-                    else:
-                        unread.append((file, str(error)))
-            if len(unread) > 1:
-                names = ", ".join(str(file.relative_to(path)) for file, _ in unread)
-                say(
-                    f"{path}: {len(unread)} files are no results: {names[:300]}; name one to see why"
-                )
-            elif unread:
-                say(unread[0][1])
+                    unread.append((file, str(error)))
+            others = [
+                str(file.relative_to(path)) for file, _ in unread if file.name != "result.json"
+            ]
+            for file, why in unread:
+                if file.name == "result.json" or len(others) == 1:
+                    say(why)
+            if len(others) > 1:
+                names = ", ".join(others)[:300]
+                say(f"{path}: {len(others)} files are no results: {names}; name one to see why")
             if len(records) == before and (fresh or not files):
                 raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
         elif path.exists():

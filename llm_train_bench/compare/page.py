@@ -1,4 +1,4 @@
-"""A comparison as one HTML page, which needs no other file. Needs no torch."""
+"""A comparison as one HTML page, which needs no other file."""
 
 import string
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from llm_train_bench.base.redaction import shown_path
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare import charts, report
 from llm_train_bench.compare.ratios import Compared
-from llm_train_bench.compare.scaling import scaling
+from llm_train_bench.compare.scaling import relative, scaling
 
 # Settings with a colour, and runs that a row names.
 COLOURS, MOST_RUNS = 8, 100
@@ -29,7 +29,8 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
     """The report; `remarks` open it."""
     groups = grouped(rows, lambda row: row.group)
     runs = sum(len(row.record.runs) for row in rows)
-    remarks = [*remarks, *map(report.scaling_sentence, scaling(rows))]
+    remarks = [*remarks, *(f"{x['setting']} on {x['devices']} devices: {relative(x)} of the speed per device "
+                           f"on {x['fewest']}" for x in scaling(rows))]  # fmt: skip
     search = '<input type="search" id="filter" placeholder="filter rows" aria-label="filter rows">'
     sections = [_section(name, members) for name, members in groups.items()]
     reading = [*report.footnotes(rows), *HOW_TO_READ]

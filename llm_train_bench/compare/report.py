@@ -14,7 +14,7 @@ from llm_train_bench.base.redaction import shown_path, shown_text
 from llm_train_bench.base.tables import grouped, markdown_table, number, write_rows
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record
-from llm_train_bench.compare.scaling import relative, scaling
+from llm_train_bench.compare.scaling import scaling
 from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR
 from llm_train_bench.results.metrics import METRICS, RUN_COLUMNS, metric_text
 
@@ -39,9 +39,11 @@ class Column:
 
 def _metric(name: str) -> Column:
     """The column of a metric, by the registry."""
-    known = lambda row: getattr(row.record, name)  # noqa: E731
-    head = METRICS[name].column
-    return Column(head, name, lambda row: metric_text(name, known(row)) + _counted(row, name))
+
+    def text(row: Compared) -> str:
+        return metric_text(name, getattr(row.record, name)) + _counted(row, name)
+
+    return Column(METRICS[name].column, name, text)
 
 
 def _counted(row: Compared, name: str) -> str:
@@ -268,28 +270,22 @@ def verdicts(members: list[Compared]) -> list[str]:
 
 
 def headline(members: Sequence[Compared]) -> str:
-    """The fastest setting of a group, by how much, whether that is sure, and its cost."""
+    """The fastest setting of a group, by how much, whether that is sure, and its cost.
+
+    The reference is held against the next fastest, any other setting against the reference.
+    """
     rated = [m for m in members if m.record.tokens_per_sec_per_gpu and not m.not_compared]
     if len(rated) < 2:
         return ""
-    best = max(rated, key=lambda m: m.record.tokens_per_sec_per_gpu or 0.0)
-    cost = (
-        f"; US$ {best.usd_per_trillion:,.0f} per trillion tokens" if best.usd_per_trillion else ""
-    )
-    if best.is_reference:
-        return f"Fastest: {best.record.setting}, the reference{cost}."
-    (reference,) = (m.record for m in members if m.is_reference)
-    factor = f"{best.ratio:.3g}x as fast as {reference.setting}"
-    sure = "sure" if best.verdict == "faster" else f"not sure ({best.verdict})"
-    return f"Fastest: {best.record.setting}, {factor}, {sure}{cost}."
-
-
-def scaling_sentence(line: dict[str, Any]) -> str:
-    """A line of `scaling` in words."""
-    return (
-        f"{line['setting']} on {line['devices']} devices: {relative(line)} of the speed per device "
-        f"on {line['fewest']}"
-    )
+    best, following = sorted(rated, key=lambda m: -(m.record.tokens_per_sec_per_gpu or 0.0))[:2]
+    other = following if best.is_reference else next(m for m in members if m.is_reference)
+    verdict = other.verdict if best.is_reference else best.verdict
+    sure = "sure" if verdict in ("faster", "slower") else f"not sure ({verdict})"
+    speed, than = (m.record.tokens_per_sec_per_gpu or math.nan for m in (best, other))
+    usd = best.usd_per_trillion
+    cost = f"; US$ {usd:,.0f} per trillion tokens" if usd else ""
+    names = best.record.setting, other.record.setting
+    return f"Fastest: {names[0]}, {speed / than:.3g}x as fast as {names[1]}, {sure}{cost}."
 
 
 # Two settings are as fast as each other if they surely differ by no more than this part.

@@ -163,7 +163,7 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)" if s.n_parameters else s.name),
         ("device", f"{result.device.count} x {result.device.name}"),
         ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
-        *([("invalid", _first(result.invalid))] if result.invalid else []),
+        *([("invalid", f"{result.invalid[0]}; all reasons below")] if result.invalid else []),
         *metric_rows(result.metrics),
     ]
     if result.observed:
@@ -184,11 +184,6 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         if d.sm_clock_mean_mhz is not None:
             rows.append((f"rank {d.rank}: clock, power, temperature", _device_row(d)))
     return rows
-
-
-def _first(reasons: list[str]) -> str:
-    more = f" and {len(reasons) - 1} more, below" if reasons[1:] else ""
-    return reasons[0] + more
 
 
 def _device_row(d: DeviceUse) -> str:

@@ -19,9 +19,7 @@ def fill_goodput(r: Result, steps: Sequence[dict[str, Any]]) -> None:
         if end > after.opened + CLOCKS_AGREE_S:
             r.remark(f"no goodput: by the clocks, attempt {i} ended after attempt {i + 1} began")
             return
-        waiting += max(
-            0.0, after.start - end
-        )  # it may be started before the one before it has ended
+        waiting += max(0.0, after.start - end)  # the one before it may end after its start
     compiled = sum(min(step.get("compile_s", 0.0), step["step_time_s"]) for step in steps)
     kept = sum(step["step_time_s"] for step in steps) - compiled
     lost = sum(attempt.lost_s for attempt in r.attempts)
