@@ -39,10 +39,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes out while a file is read, changed and written: they lock its directory.
-
-    A file system without locks has none.
-    """
+    """Keep others out while a file is changed: they lock its directory, where the disk has locks."""
     descriptor = os.open(Path(os.path.realpath(path)).parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):

@@ -29,12 +29,18 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
     """The report; `remarks` open it."""
     groups = grouped(rows, lambda row: row.group)
     runs = sum(len(row.record.runs) for row in rows)
-    remarks = [*remarks, *(f"{x['setting']} on {x['devices']} devices: {relative(x)} of the speed per device "
-                           f"on {x['fewest']}" for x in scaling(rows))]  # fmt: skip
+    text = "{setting} on {devices} devices: {speed} of the speed of each on {fewest}"
+    on_several = [text.format(speed=relative(line), **line) for line in scaling(rows)]
     search = '<input type="search" id="filter" placeholder="filter rows" aria-label="filter rows">'
     sections = [_section(name, members) for name, members in groups.items()]
     reading = [*report.footnotes(rows), *HOW_TO_READ]
-    body = [_list(remarks), search, *sections, "<h2>How to read this</h2>", _list(reading)]
+    body = [
+        _list([*remarks, *on_several]),
+        search,
+        *sections,
+        "<h2>How to read this</h2>",
+        _list(reading),
+    ]
     about = (
         f"{len(rows)} settings, {runs} runs, made {report.today()} by llm-train-bench {__version__}"
     )
