@@ -379,7 +379,7 @@ def check(part: Part) -> None:
 
 
 def tests(part: Part) -> None:
-    files = "tests/test_gpu.py" if GPU else "tests/test_passes.py"
+    files = "tests/test_gpu.py" if GPU else "tests/test_init.py"
     for name, marks in {"shared": "not alone", "alone": "alone"}.items() if GPU else [("cpu", "")]:
         run_program(part, name, f"-m pytest -q -o addopts= {files} -m", marks)
 

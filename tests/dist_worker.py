@@ -29,7 +29,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,7 +37,7 @@ import train
 import train_ddp
 import train_fsdp
 import train_pp
-from llm_train_bench.apply.optimizer import build_optimizer, gradient_norm, optimizer_step
+from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.measure.device import pick_device
@@ -307,17 +306,6 @@ def skips_for_an_overflow_elsewhere(ranks) -> bool:
     return scaler.skipped.item() == 1 and all(map(torch.equal, before, after))
 
 
-def norm_of_offloaded(ranks) -> float:
-    """The norm of gradients of 1, over its size, where they lie beside a mesh of another device."""
-    model, _ = sharded(ranks, "--amp", "off")
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    another = mock.PropertyMock(return_value="meta")
-    with mock.patch.object(DeviceMesh, "device_type", another):
-        norm = gradient_norm(list(model.parameters()))
-    return norm.item() / sum(p.numel() for p in model.parameters()) ** 0.5
-
-
 def hsdp_timeouts(ranks) -> list[float]:
     """Timeouts [s] of the groups of a 2 x n mesh with --dist-timeout 7, and of a layout with --tp 2."""
     groups = []
@@ -346,7 +334,6 @@ def groups_of_all_jobs(made: dict):
 def check_shards(ranks, out: Path) -> None:
     """Further facts of sharded models, which every rank tells, in checks2.json and checks4.json."""
     checks = {
-        "offloaded": norm_of_offloaded(ranks),
         "skipped": skips_for_an_overflow_elsewhere(ranks),
         "timeouts": hsdp_timeouts(ranks),
         "embedding": embedding_gradient_error(ranks),

@@ -215,7 +215,6 @@ def test_gradients_are_reduced_by_buckets(runs):
 def test_shards_are_what_they_should_be(world, runs):
     checks = result_of(runs, f"checks{world}.json")
     assert checks["skipped"] == [True] * world  # an fp16 step that overflows on one of them
-    assert checks["offloaded"] == pytest.approx([1.0] * world)
     assert checks["timeouts"] == [[7.0] * (2 + 1 + 6)] * world
     assert max(checks["embedding"]) < 0.02  # gradients are summed in full precision
 

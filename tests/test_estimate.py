@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import re
 import statistics
 
@@ -14,13 +13,11 @@ import torch
 
 import estimate
 from benchmarks import estimate_vs_published as published
-from benchmarks import fit_estimate
 from benchmarks.estimate_vs_published import covering, grouped, held_rows, published_rows
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.errors import DoesNotFit
-from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
-from llm_train_bench.estimate.predict import EstimateFlags, make_estimate
+from llm_train_bench.base.hardware import accuracy_of, family_of, find_hardware
 from llm_train_bench.formulas import memory_model, speed_model
 from llm_train_bench.formulas.collectives import fsdp_bytes, rank_weights
 from llm_train_bench.formulas.flops import step_flops_per_token
@@ -92,22 +89,6 @@ def test_the_aligned_copy_of_the_heads_weight_is_counted_on_a_gpu(flags, numbers
     work = work_of(f"gpt2-125m.json --bsz 1 {flags}")
     on_gpu, on_cpu = (estimate_memory(work, fused_norm=gpu).logits for gpu in (True, False))
     assert on_gpu - on_cpu == 4 * numbers
-
-
-def test_what_the_op_policy_keeps_of_attention_is_not_counted_twice():
-    """In two blocks that would be a tenth more."""
-    values = json.loads((ROOT / GPT2).read_text()) | dict(vocab_size=256, n_layer=2)
-    argv = [GPT2, *"--amp off --bsz 8 --seq-len 512 --sac-freq 1/1 --sac-policy op".split()]
-    plan = plan_of(argv, platform="cpu", config=parse_config(values, "x.json"))
-    formula = estimate_memory(plan.work, fused_norm=False).peak
-    assert 1 < formula / traced_memory(plan.work, plan.optimizer) < 1.2
-
-
-def test_an_estimate_for_a_cpu_is_that_of_its_own_kernels():
-    plan = plan_of([GPT2, "--amp", "off"], platform="cpu")
-    made = make_estimate(plan, EstimateFlags(), dataclasses.replace(H100, name="X, 2 threads"))
-    assert made.memory == estimate_memory(plan.work, fused_norm=False)
-    assert made.memory != estimate_memory(plan.work)
 
 
 # Ranks of Mixtral 8x7B, or of Grok-1's sizes in its form; how many times the experts are gathered.
@@ -310,20 +291,6 @@ def test_verdicts_on_memory_are_right_in_nineteen_of_twenty():
     assert ran["does not fit"] <= 0.05 * ran.total() and ran.total() >= 400
     assert oom["fits"] <= 0.05 * oom.total() and oom.total() >= 20
     assert oom["does not fit"] > 0.45 * oom.total() and ran["fits"] > 0.35 * ran.total()
-
-
-def test_constants_are_what_the_fitting_rows_give():
-    """Two architectures anew, from their rows alone; benchmarks/fit_estimate.py does all."""
-    steps = [s for s in fit_estimate.fitting_steps() if s.levels[0] in ("Ada", "MI300X, MI325X")]
-    now = dict(constants())
-    now["launch_grace_s"] = find_hardware("gh200 96gb").fitted["launch_eager_s"]
-    start = fit_estimate.start_of(steps) | {name: now[name] for name in fit_estimate.RANGES}
-    levels = start.keys() - fit_estimate.RANGES.keys()
-    values = fit_estimate.fit(steps, start, sorted(levels))
-    for step in steps:
-        level = math.prod(values[name] for name in step.levels)
-        found = step.gpu.fitted["level"] * step.work.trainer.level_on(step.gpu.name)
-        assert found == pytest.approx(level, rel=0.04), step.levels
 
 
 def test_a_plan_s_best_is_what_the_estimate_says_of_it(output_of, estimated):

@@ -25,7 +25,7 @@ import train_fsdp
 from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, Preempted, UsageError
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel import ranks
-from llm_train_bench.parallel.ranks import MEETING, Ranks, collective_timeout, find_ranks, join
+from llm_train_bench.parallel.ranks import MEETING, Ranks, find_ranks, join
 from llm_train_bench.results.result_files import complete_result
 from llm_train_bench.run import agent, failures, launch, signals
 from llm_train_bench.run.failures import LOST, classify, first_error, first_failure, keep_error
@@ -207,12 +207,6 @@ def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(start_training, tmp
     text = error.read_text()
     assert "the main thread is in" in text and "llm_train_bench/run/loop.py" in text
     assert r["metrics"]["n_measured_steps"] > 5
-
-
-def test_our_watch_ends_a_rank_before_nccl_would():
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert collective_timeout(gpu, 100.0).total_seconds() == 125.0
-    assert collective_timeout(cpu, 100.0).total_seconds() == 100.0
 
 
 def test_the_watch_counts_from_step_to_step_only():

@@ -577,20 +577,6 @@ def test_a_loop_may_change_its_directory(tmp_path, monkeypatch):
     assert len(read_steps(tmp_path / "runs")) == 5
 
 
-def test_a_group_with_train_py_is_named_by_what_both_know(tmp_path, output_of, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["theirs.py", '{"p": "/home/alice/z"}'])
-    argv = "--device cpu --amp off --bsz 1 --seq-len 32 --n-steps 3 --warmup-steps 1"
-    trained(tmp_path / "own", TINY, argv)
-    measure(tmp_path / "theirs", seq_len=32)
-    out = tmp_path / "out"
-    shown = output_of(compare.main, tmp_path / "own", tmp_path / "theirs", "--output-dir", out)
-    (out / "all").write_text(shown)
-    for path in out.iterdir():
-        assert "alice" not in path.read_text(), path
-    names = {row["setting"] for row in json.loads((out / "compare.json").read_text())["settings"]}
-    assert names == {"train", "Meter in theirs"}
-
-
 def test_a_trainer_whose_work_is_not_the_configs_has_no_flops(tmp_path):
     """A classifier has no head of the vocabulary, and two models of one class are two models."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
