@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 
-.PHONY: demo test layouts test-cells test-oldest test-newest test-track docs records pictures lint peers faults fuzz bench on-gpu \
+.PHONY: demo test layouts test-cells test-oldest test-newest docs records pictures lint peers faults fuzz bench on-gpu \
   gpu-bench cpu-baselines image-test cluster-test clean
 
 # What a run needs, and with it what development needs.
@@ -77,12 +77,6 @@ faults: $(READY)
 test-newest:
 	mkdir -p build && grep -v '^torch' constraints.txt >build/constraints-newest.txt
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=build/constraints-newest.txt
-
-# Read back what --track wandb writes, with W&B's library, which `make test` does not install.
-test-track: $(READY)
-	test -d .venv-track || $(PYTHON) -m venv .venv-track
-	.venv-track/bin/pip install -q pytest pydantic rich numpy pyyaml wandb
-	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/wandb_offline.py
 
 # Compare every layout of ranks with one device: losses, norms, every gradient; five minutes. With
 # DEVICE=cuda on GPUs, which ranks share (docs/MODELS.md); LAYOUTS="tp2 cp2" or on-gpu runs some.

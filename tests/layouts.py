@@ -34,57 +34,12 @@ COMMON = (
     f"--device {DEVICE} --amp off --warmup-steps 1 --warmup-seconds 0 --lr 2e-3 --lr-warmup-steps 0 "
     "--seq-len 32 --no-tensorboard --linear plain"
 ).split()
-HEADS = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
-SIZES = HEADS | dict(intermediate_size=96, num_hidden_layers=2)
-MOE = FAMILIES["qwen3_moe"] | SIZES | dict(moe_intermediate_size=32, mlp_only_layers=[])
-BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.01, router_bias_update_rate=0.01)
-ONE_EXPERT = dict(num_experts_per_tok=1, norm_topk_prob=False)
-# What differs from tests.helpers.FAMILIES: sizes that divide, and several layers.
-MODELS = {
-    "gpt2": FAMILIES["gpt2"] | dict(n_embd=64, n_head=8, n_layer=2),
-    "llama": FAMILIES["llama-yarn"] | SIZES,
-    "deep": FAMILIES["qwen3"] | SIZES | dict(num_hidden_layers=4),
-    # A layer with a window and one without; too few key/value heads for four ranks.
-    "qwen2": FAMILIES["qwen2"] | SIZES | dict(num_key_value_heads=2),
-    "moe": MOE,
-    # No clamp is reached: rounding at its edge turns a gradient on or off, and Adam magnifies that.
-    "gpt_oss": FAMILIES["gpt_oss"] | SIZES | dict(intermediate_size=32, swiglu_limit=7.0),
-    "deepseek": FAMILIES["deepseek_v3"] | SIZES | dict(num_key_value_heads=8) | BALANCED,
-    # Fewer experts than shards, which FSDP then shards by rows; and with biases, which it does not.
-    "few": MOE | dict(num_experts=2) | ONE_EXPERT,
-    "few-biases": FAMILIES["gpt_oss"] | SIZES | dict(intermediate_size=32, num_local_experts=3),
-    # Two words and one expert for each token: some ranks get no row.
-    "lopsided": MOE | dict(vocab_size=2, pad_token_id=None) | ONE_EXPERT,
-}
-DELTA = FAMILIES["qwen3_next"] | HEADS | dict(intermediate_size=96, head_dim=16, num_experts=8)
-DELTA |= dict(moe_intermediate_size=32, shared_expert_intermediate_size=32)
-DELTA |= dict(linear_num_key_heads=4, linear_num_value_heads=8)
-MODELS |= {
-    "delta": DELTA | dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
-    "mamba": FAMILIES["nemotron_h"] | HEADS | dict(
-        n_routed_experts=8, n_groups=4, intermediate_size=96, moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=32),
-    "granite": FAMILIES["granitemoehybrid"] | HEADS | dict(
-        mamba_d_head=16, num_local_experts=4, intermediate_size=32, shared_intermediate_size=32),
-    "gemma3": FAMILIES["gemma3_text"] | SIZES | dict(head_dim=16, sliding_window_pattern=2),
-    "glm": FAMILIES["glm4_moe"] | SIZES | dict(moe_intermediate_size=32),
-    "mistral4": FAMILIES["mistral4"] | SIZES | dict(num_key_value_heads=8, moe_intermediate_size=32),
-    "hy3": FAMILIES["hy_v3"] | SIZES | dict(moe_intermediate_size=32, num_experts=8),
-    "minimax": FAMILIES["minimax_m2"] | SIZES | dict(intermediate_size=32, num_local_experts=8),
-    **{name: FAMILIES[name] | SIZES for name in "qwen3 mistral olmo3 ministral3 seed_oss".split()},
-}  # fmt: skip
-# Fewer key/value heads than cp ranks.
-MODELS["one-head"] = MODELS["qwen2"] | dict(num_key_value_heads=1)
-MODELS["olmo3-few"] = MODELS["olmo3"] | dict(num_key_value_heads=2)
-MODELS["gpt_oss-few"] = MODELS["gpt_oss"] | dict(num_key_value_heads=2)
-MODELS["gemma3-one-head"] = MODELS["gemma3"] | dict(num_key_value_heads=1)
-MODELS["wide-latent"] = MODELS["deepseek"] | dict(
-    q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
-    moe_intermediate_size=32,
-)  # fmt: skip
+# What differs from tests.helpers.FAMILIES: sizes that divide, several layers, few heads or experts for
+# the ranks. In gpt_oss no clamp is reached: rounding at its edge turns a gradient on or off.
+_CHANGES = json.loads((ROOT / "tests/layout_models.json").read_text())
+MODELS = {name: FAMILIES[model.pop("family")] | model for name, model in _CHANGES.items()}
 # --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
-CLIPS = {"gpt2": 0.8, "deep": 1.15, "gpt_oss": 0.93, "gpt_oss-few": 1.08}
-CLIPS["lopsided"] = 0.7
+CLIPS = {"gpt2": 0.8, "deep": 1.15, "gpt_oss": 0.93, "gpt_oss-few": 1.08, "lopsided": 0.7}
 
 
 @dataclasses.dataclass(frozen=True)

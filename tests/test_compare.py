@@ -255,15 +255,6 @@ def test_memory_that_cuda_graphs_hide_counts(mode, run_of):
     assert gate.figures_of([row.record]).memory_gib == memory[0]
 
 
-def test_energy_without_a_figure_follows_from_the_limit_or_the_datasheet(run_of):
-    limit = [{"rank": 0, "power_limit_w": 320.0}]  # a setting by itself
-    b = run_of("b", device__hardware="MI300X")
-    c = run_of("c", device__hardware="MI300X", devices=limit)
-    rows = rows_of(b, c)
-    assert rows["b"].tokens_per_joule == pytest.approx(640 / 750)
-    assert rows["c"].tokens_per_joule == pytest.approx(640 / 320)
-
-
 def test_of_a_sweep_its_runs_are_read(tmp_path, capsys, run_of):
     """Not its probes, and not its tables."""
     run_of("s/runs/x-1-0")

@@ -25,55 +25,9 @@ BASE = [  # small: many CPUs have no fast bf16; and the step that --no-observe l
     " --no-observe".split(),
 ]
 SGD = "--optimizer sgd --lr 0.02"
-FP8 = "--amp bf16 --use-fp8 --fp8-emulate"
 DROPOUT = FAMILIES["gpt2"] | dict(n_layer=2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
-DDP, FSDP = "train_ddp.py", "train_fsdp.py"
-# name: (ranks, script, flags); 16 samples a step in all of them.
-CASES = {
-    "ddp2": (2, DDP, ""),
-    "ddp2-accumulate2": (2, DDP, "--bsz 4 --grad-acc-steps 2"),
-    "ddp2-small-buckets": (2, DDP, "--bucket-cap-mb 0.05"),
-    "ddp2-bf16-gradients": (2, DDP, "--reduce-dtype bf16"),
-    "ddp2-zero1-sgd": (2, DDP, f"{SGD} --zero1"),
-    "fsdp2": (2, FSDP, ""),
-    "fsdp2-accumulate2": (2, FSDP, "--global-bsz 16 --bsz 4"),
-    "fsdp2-reduce-last": (2, FSDP, "--bsz 4 --grad-acc-steps 2 --reduce-last"),
-    "fsdp2-keep": (2, FSDP, "--reshard-after-forward never"),
-    "fsdp2-sac1of2": (2, FSDP, "--sac-freq 1/2"),
-    "fsdp2-sac-op": (2, FSDP, "--sac-freq 1/1 --sac-policy op"),
-    "fsdp2-bf16": (2, FSDP, "--amp bf16 --reduce-dtype bf16"),
-    "fsdp2-sgd": (2, FSDP, SGD),
-    "fsdp2-fp8": (2, FSDP, FP8),
-    "fsdp2-fp8-all-gather": (2, FSDP, f"{FP8} --fp8-all-gather"),
-    "fsdp4": (4, FSDP, ""),
-    "hsdp2x2": (4, FSDP, "--dp-replicate 2"),
-}
-
-
-def more_cases(out) -> dict:
-    """Cases other than training from the start."""
-    few = f"--n-steps {STEPS - 1} --warmup-steps 1 --pass-type forward"
-    few_steps = "--n-steps 1 --warmup-steps 1"
-    # Weights that no seed of a run would make.
-    save_pretrained(built(load_config(ROOT / BASE[0]), seed=77), out / "weights")
-    begin = f"{few_steps} --init-from {out}/weights"
-    pipelined = "--bsz 2 --grad-acc-steps 4 --sac-freq 1/2 --amp bf16"
-    saves = "--save-every 2"
-    going_on = f"{saves} --resume {out}/save-fsdp2/checkpoints/step-00000002"
-    (out / "dropout.json").write_text(json.dumps(DROPOUT))
-    return {
-        "export": (2, FSDP, f"{few_steps} --export --val-data {out}/val.bin --amp bf16"),
-        "forward-ddp": (2, DDP, few),
-        "forward-fsdp": (2, FSDP, few),
-        "forward-never": (2, FSDP, f"{few} --reshard-after-forward never"),
-        "weights-ddp": (2, DDP, begin),
-        "weights-fsdp": (2, FSDP, begin),
-        "save-fsdp2": (2, FSDP, saves),
-        "resume-ddp2": (2, DDP, going_on),
-        "save-zero1": (2, DDP, f"{going_on} --zero1"),
-        "resume-hsdp2x2": (4, FSDP, f"{going_on} --dp-replicate 2"),
-        "dropout": (4, "train_pp.py", f"{few_steps} --pp 2 --tp 2 {pipelined}"),
-    }
+ROWS = (ROOT / "tests/distributed_cases.txt").read_text()
+CASES = [row.split()[0] for row in ROWS.split("# Other")[0].splitlines()[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +35,15 @@ def runs(tmp_path_factory):
     """All cases; the directory of their results."""
     out = tmp_path_factory.mktemp("dist")
     write_tokens(out / "val.bin", [np.random.default_rng(0).integers(0, 256, 1024)], 256)
+    # Weights that no seed of a run would make.
+    save_pretrained(built(load_config(ROOT / BASE[0]), seed=77), out / "weights")
+    (out / "dropout.json").write_text(json.dumps(DROPOUT))
     jobs = []
-    for name, (world, script, flags) in (CASES | more_cases(out)).items():
+    for row in (row for row in ROWS.splitlines() if row[0] != "#"):
+        name, world, script, *flags = row.replace("OUT", str(out)).split()
         model = out / "dropout.json" if name == "dropout" else BASE[0]
-        argv = [model, *BASE[1:], "--bsz", 16 // world, *flags.split()]
-        jobs.append(Job(name, script, argv, world))
+        argv = [model, *BASE[1:], "--bsz", 16 // int(world), *flags]
+        jobs.append(Job(name, script, argv, int(world)))
     run_jobs(sorted(jobs, key=lambda job: job.ranks), out, check=check_shards)
     return out
 

@@ -213,16 +213,6 @@ def memory(flags="", model="llama-3.1-8b", shards=8):
     return estimate_memory(work_of(text, "train_fsdp.py" if shards else "train.py", shards or 1))
 
 
-def test_rows_are_split_by_source_and_many_are_held():
-    rows, held = published_rows(), published_rows("hold")
-    held_files = {row["file"] for row in held}
-    assert len(rows) >= 400 and len(held) >= 200 and len(held_files) >= 30
-    assert len({row["file"] for row in rows}) == len({(row["file"], row["split"]) for row in rows})
-    # Rows that were seen before the split are no evidence.
-    seen = {"nemo-automodel-summary", "torchtitan-asynctp-rows"}
-    assert seen <= held_files and not seen & {row["file"] for row in held_rows()}
-
-
 def test_flops_of_adapters_are_those_of_published_figures():
     """FLOPs by our count are theirs within 8 %: adapters, and the masked half of attention."""
     rows = published_rows("lora")
@@ -348,63 +338,6 @@ def test_a_change_that_would_fit_is_as_its_own_estimate(argv, now, expected, out
         e = estimated(argv, "" if replaced else now, change)
         memory = e["memory"]["peak"] + e["memory_outside"]
         assert f"{memory / 2**30:,.1f} {e['tokens_per_sec_per_gpu']:,.0f}" == f"{need} {rate}"
-
-
-def speed(model, T, flags="", world=1, gpu=H100):
-    text = f"{model}.json --seq-len {T} --bsz 1 {flags}"
-    return estimate_speed(work_of(text, "train_fsdp.py" if world > 1 else "train.py", world), gpu)
-
-
-def attention_rate(model, T, flags="", backward=False, gpu=H100):
-    """TFLOP/s of causal attention, of two matmuls forward or (as papers count) five backward."""
-    config, kinds = load_config(f"configs/{model}.json"), ("forward", "forward-backward")
-    gpu = dataclasses.replace(gpu, fitted=gpu.fitted | {"level": 1.0})  # kernels alone
-    forward, both = (
-        speed(model, T, f"{flags} --pass-type {kind}", gpu=gpu).parts["attention"] for kind in kinds
-    )
-    flops = T * T * config.query_size * config.num_hidden_layers
-    return (5 * flops / (both - forward) if backward else 2 * flops / forward) / 1e12
-
-
-@pytest.mark.parametrize(
-    ("T", "cudnn", "flash"),
-    [(512, 315, 191), (1024, 410, 260), (2048, 484, 298), (4096, 518, 319), (8192, 529, 333),
-     (16384, 539, 335)],
-)  # fmt: skip
-def test_attention_is_as_fast_as_measured(T, cudnn, flash):
-    """Forward TFLOP/s on an H100, causal, heads of 128: FlashAttention-3 (arXiv 2407.08608), figure 5.
-
-    The rate of cuDNN is that of whole steps at the power limit, which is slower than a kernel alone.
-    """
-    for flags, rate, rel in (("", cudnn, 0.1), ("--attention flash", flash, 0.05)):
-        estimated = attention_rate("llama-3.1-8b", T, flags)
-        assert estimated == pytest.approx(rate, rel=0.15 if T < 1024 else rel)
-
-
-@pytest.mark.parametrize(
-    ("model", "T", "forward", "backward"),
-    [("gpt2-125m", 1024, 301, 226), ("gpt2-1.5b", 1024, 303, 218), ("llama-3.1-8b", 4096, 489, 389)],
-)  # fmt: skip
-def test_attention_is_as_fast_as_in_traces_of_ours(model, T, forward, backward):
-    """TFLOP/s of cuDNN on an H200: of benchmarks/results/h200-20261126*/*/kernels.csv."""
-    assert attention_rate(model, T) == pytest.approx(forward, rel=0.1)
-    assert attention_rate(model, T, "", True) == pytest.approx(backward, rel=0.1)
-
-
-def test_attentions_backward_and_what_cudnn_does_not_take():
-    """Backward of flash at 16k, heads of 128 and 64: figure 6 there (without the causal mask)."""
-    for model, flash in (("llama-3.1-8b", 322), ("llama-3.2-1b", 291)):
-        rate = attention_rate(model, 16384, "--attention flash", True)
-        assert rate == pytest.approx(flash, rel=0.1)
-    for model, flags in (("llama-3.2-1b", "--amp off"), ("mistral-7b-v0.1", "")):
-        auto, flash = (speed(model, 16384, f"{flags} --attention {x}") for x in ("auto", "flash"))
-        assert auto.parts["attention"] == flash.parts["attention"]
-    # A window of 4096 in 16384 tokens: the work is that of its keys, 3584.125 on average.
-    windowed, whole = (
-        speed("mistral-7b-v0.1", T, flags).parts["attention"]
-        for T, flags in ((16384, ""), (4096, "--bsz 4 --attention flash"))
-    )
-    assert windowed / whole == pytest.approx(3584.1 / 2048.5, rel=0.04)
 
 
 def test_largest_that_fits_is_the_edge(estimated):

@@ -1,7 +1,6 @@
 """Files that hang, lie or come from elsewhere: tests/fuzz.py in small, what it found, and others."""
 
 import json
-import math
 import os
 
 import pytest
@@ -12,11 +11,10 @@ import estimate
 import sweep
 import trace_report
 from tests import fuzz
-from tests.helpers import ROOT, train_main
+from tests.helpers import ROOT, rows_of, train_main
 
 TINY = "configs/gpt2-tiny.json"
 BASELINES = ROOT / "tests/sample/baselines.json"
-BENCHMARK = json.loads((ROOT / "tests/logs/automodel-benchmark.json").read_text())
 DEEP = "[" * 100_000
 
 
@@ -40,29 +38,10 @@ def test_any_spoilt_file(kind):
     check()
 
 
-NASTY = f"=1+1{fuzz.ESCAPE}[/y]<script>|"
 FOUND = [
     ("hardware", {"devices": [{"name": "x" * 5000}]}),
     ("again", {"schema_version": 1, "args": {"config": "c.json"}, "entrypoint": ["x"] * 999}),
-    # 16 GiB of nothing
-    ("suite", BENCHMARK | {"seq_len": [None], "global_batch_size": 2**31}),
-    ("compare:lines", [{"step": i, "tps": 8.0, "loss": math.nan} for i in range(3)]),
-    ("gate:result", {"environment": {"image": {"name": 7}, "libraries": [1]}}),
-    ("gate:result", {"device": {"count": 0}}),
-    (
-        "compare:result",
-        {
-            "run_name": NASTY,
-            "args": {"optimizer": NASTY, NASTY: 1},
-            "device": {"hardware": f"@{NASTY}"},
-            "environment": {"libraries": {NASTY: NASTY}},
-        },
-    ),
-    ("estimate:calibrate", {"run_name": NASTY}),
-    ("trace:run", {"profile": {"matmul_flops": "x", "matmul_tflops": 1}}),
-    ("trace:file", {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 5, "dur": 0}]}),
-    ("sweep:rows", [{"key": "k", "model": "m", "axes": {}, "status": "failed", "script": []}]),
-    ("doctor:amd", {"card0": {"VRAM Total Memory (B)": 7, "Card Series": "\x1b[2J"}, "system": 7}),
+    *(tuple(json.loads(row).values()) for row in rows_of("fuzzed.jsonl")),
 ]
 
 

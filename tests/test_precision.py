@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import sys
-import types
 from unittest import mock
 
 import numpy as np
@@ -250,26 +249,6 @@ def te_in_place(monkeypatch):
 
 TE_NAMES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling"}
 TE_NAMES |= {"blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
-
-
-@pytest.mark.parametrize(("kind", "theirs"), TE_NAMES.items())
-def test_te_is_given_the_recipe_by_its_own_name(kind, theirs, monkeypatch):
-    """TE is also asked if the hardware has it; these modules stand in for TE's own."""
-    Stand = types.SimpleNamespace
-    asked = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
-    answers = {name: lambda: (False, "too old") for _, name in fp8_te.RECIPES.values()}
-    answers[asked.get(kind, "is_fp8_available")] = lambda: (True, "")
-    recipe = Stand(**{name: type(name, (), {}) for name, _ in fp8_te.RECIPES.values()})
-    modules = {
-        "": Stand(__version__="2.9"), ".common": Stand(recipe=recipe), ".common.recipe": recipe
-    }  # fmt: skip
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
-    te = Stand(quantization=Stand(FP8GlobalStateManager=Stand(**answers)))
-    assert type(fp8_te.make_recipe(te, kind)).__name__ == theirs
-    delattr(recipe, theirs)
-    with pytest.raises(UsageError, match=r"Transformer Engine 2.9 has none; update it"):
-        fp8_te.make_recipe(te, kind)
 
 
 TE = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--lr", "1e-2", "--lr-warmup-steps", "0"]

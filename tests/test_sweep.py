@@ -22,7 +22,7 @@ from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.sweep import all_runs, cell_runs, grid, tune
 from llm_train_bench.sweep import experiment as experiments
 from llm_train_bench.sweep.all_runs import START_S, duration_text
-from llm_train_bench.sweep.cell_runs import Rows, cell_key, run_cell
+from llm_train_bench.sweep.cell_runs import Rows, cell_key
 from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import Cell, differences, make_cells, work_on
 from llm_train_bench.sweep.rows_as_records import records_of_rows
@@ -215,18 +215,6 @@ def test_rows_survive_torn_deep_and_escaped_lines(tmp_path, capsys):
 def test_identical_config_names_every_difference(keys, found):
     e = experiment(**json.loads(keys))
     assert differences(e, "x") == json.loads(found) and len(make_cells(e, "nvidia")) == 1
-
-
-def test_runs_are_forgotten_with_their_rows(tmp_path):
-    (cell,) = make_cells(experiment(), "cpu")
-    key = cell_key(cell, 0)
-    shutil.copytree(RESULT, tmp_path / "runs" / key)
-    row = run_cell(cell, 0, tmp_path, 60)
-    assert row["status"] == "ok"
-    rows = Rows(tmp_path / "rows.jsonl")
-    rows.add(row | {"status": "failed"})
-    rows.forget("failed")
-    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(("keys", "flags"), cases("cell"))
