@@ -2,14 +2,11 @@
 
 import functools
 import io
-import itertools
 import json
 import os
 import re
 import resource
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,7 +19,6 @@ from llm_train_bench.base.errors import OwnError, UsageError
 from llm_train_bench.base.hardware import devices, find_cpu, find_hardware, find_peaks
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.measure import device
-from llm_train_bench.measure.matmul_rate import device_tflops
 from llm_train_bench.parallel.ranks import Ranks
 from llm_train_bench.results.schema import Result
 from llm_train_bench.run import measured_window
@@ -113,18 +109,6 @@ def test_why_there_is_no_gpu(monkeypatch):
             device.pick_device("cuda")
 
 
-def test_the_version_of_nccl_is_that_of_the_loaded_library(monkeypatch):
-    def tell(pointer):
-        pointer._obj.value = 23102
-
-    library = SimpleNamespace(ncclGetVersion=tell)
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: library)
-    assert device.nccl_version() == "2.31.2"
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: None)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5, "x"))
-    assert device.nccl_version() == "2.27.5"
-
-
 def test_ranks_share_a_gpu_only_where_asked(monkeypatch):
     for name, answer in {"is_available": True, "device_count": 2, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
@@ -166,14 +150,6 @@ def test_ranks_share_the_threads_of_a_cpu(own_hardware, monkeypatch):
     ):
         with pytest.raises(UsageError, match=message):
             find_cpu(name, ranks)
-
-
-def test_the_rate_of_matmuls_is_that_of_batches_of_a_hundredth_of_a_second(monkeypatch):
-    readings = itertools.count(0, 2**-10)
-    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
-    rate = device_tflops(torch.device("cpu"))
-    # Three calls take 1 / 1024 s, so a batch has 30.
-    assert rate == pytest.approx(2 * 256**3 * 30 * 1024 / 1e12)
 
 
 def test_a_measured_cpu_has_an_estimate(own_hardware, tmp_path, monkeypatch, output_of, refused):

@@ -222,9 +222,7 @@ def tracked(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_goes_to_wandb(tracked, tmp_path, monkeypatch, refused):
-    """Each step, the final figures and the files; its failure takes nothing from the run.
-
-    """
+    """Each step, the final figures and the files; its failure takes nothing from the run."""
     assert f"wandb: {tmp_path}/wandb\n" in tracked("good")
     run = tracked.wandb.init.return_value
     result = helpers.result_of(tmp_path / "good")
