@@ -165,7 +165,7 @@ def load_encoder(tokenizer: str | None):
         loaded = Tokenizer.from_file(tokenizer)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library's panics are no Exceptions
+    except BaseException as error:  # the library's panics are not Exceptions
         raise UsageError(f"--tokenizer {tokenizer}: not a tokenizer.json: {error}") from None
     loaded.no_truncation()  # the file may have been saved with either
     loaded.no_padding()

@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def understand(path: str) -> tuple[Trace, Breakdown]:
-    """A trace and its breakdown; UsageError if it is no trace."""
+    """A trace and its breakdown; UsageError if it is not a trace."""
     trace = read_trace(path)
     run = profile_of_run(trace.path)
     # A run without a rate had attention in plain matmuls, which its FLOPs leave out.

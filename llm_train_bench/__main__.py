@@ -35,7 +35,7 @@ def run_command() -> NoReturn:
     if command in ("--help", "-h"):
         sys.exit(print("usage: llm-train-bench COMMAND ...\n\n" + "\n".join(map(_line, COMMANDS))))
     known = ", ".join(COMMANDS)
-    print(f"llm-train-bench: {command!r} is no command; there are {known}", file=sys.stderr)
+    print(f"llm-train-bench: {command!r} is not a command; there are {known}", file=sys.stderr)
     sys.exit(2)
 
 

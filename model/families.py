@@ -247,7 +247,7 @@ class Reader(Keys):
         fields["intermediate_size"] = fields["intermediate_size"] or 4 * hidden  # GPT-2's default
         fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
         if not fields.get("head_dim"):
-            why = f"is no multiple of {heads} attention heads; change one of them or give head_dim"
+            why = f"is not a multiple of {heads} attention heads; change one, or give head_dim"
             width = next(key for key in self.values if config_keys.MODEL.get(key) == "hidden_size")
             self.check(hidden % heads == 0, width, why)
             fields["head_dim"] = hidden // heads
@@ -307,7 +307,7 @@ class Reader(Keys):
         inner.check(kind != "yarn" or theta > 1, "rope_type", "needs a rope_theta above 1")
         for key in inner.leftover():
             known = kind == "yarn" and key in config_keys.WITHOUT_EFFECT
-            inner.check(known, key, f"has no meaning for rope type {kind!r}")
+            inner.check(known, key, f"does not apply to rope type {kind!r}")
             self.elsewhere.append(inner.prefix + key)
         fields |= dict(rope_theta=theta, rope_scaling=scaling)
         fields["rotary_size"] = self.rotary_size(head_dim, inner)

@@ -194,10 +194,10 @@ def _index(directory: Path) -> dict[str, _Stored]:
             files = {*weight_map.values()}
         for file in files:
             if Path(file).name != file:
-                raise ConfigError(f"{index}: {file!r} is no name of a file beside it")
+                raise ConfigError(f"{index}: {file!r} is not the name of a file beside it")
             path = plain_file(directory / file)
             with safe_open(path, framework="pt") as f:
-                for name in f.keys():  # noqa: SIM118 (it is no dictionary)
+                for name in f.keys():  # noqa: SIM118 (it is not a dictionary)
                     if weight_map.get(name, file) == file:
                         tensor = f.get_slice(name)
                         stored[name] = _Stored(path, name, tensor.get_shape(), tensor.get_dtype())

@@ -24,7 +24,7 @@ def plain_file(path: str | Path) -> Path:
         own = CONFIGS.parent / path
         path = own if own.exists() else path
     if not stat.S_ISREG(path.stat().st_mode):
-        kind = "is a directory" if path.is_dir() else "is no plain file"
+        kind = "is a directory" if path.is_dir() else "is not a plain file"
         raise OSError(errno.EINVAL, kind, str(path))
     return path
 

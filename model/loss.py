@@ -89,7 +89,7 @@ def logits_loss(
 def sharded_logits_loss(
     shard: VocabShard, logits: Tensor, labels: Tensor, vocab_size: int, masks: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`logits_loss` of a rank that has some columns; `vocab_size` of its own are no padding.
+    """`logits_loss` of a rank that has some columns; `vocab_size` of its own are not padding.
 
     The logits may be overwritten.
     """

@@ -176,7 +176,7 @@ def test_a_restart_without_auto_leaves_another_run_alone(tmp_path, monkeypatch, 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").touch()
     assert train(tmp_path, *AUTO, "--run-name", "mine") == 2
-    assert "is no directory of a run" in capsys.readouterr().err
+    assert "is not the directory of a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("same_name", [False, True])

@@ -184,7 +184,7 @@ def test_directories_are_searched_and_strangers_named(tmp_path, refused, capsys,
     for name, why in (
         ("notes.txt", "not a log of a known suite; --log-pattern reads any"),
         ("table.csv", "is of a known kind, but cannot be parsed: Error: field larger"),
-        ("other.json", "is no result.json of ours"),
+        ("other.json", "is not a result.json of ours"),
     ):
         refused(compare.main, why, tmp_path / name)
 

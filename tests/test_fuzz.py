@@ -91,7 +91,7 @@ def test_a_foreign_file_is_one_line(name, text, reader, tmp_path, refused):
         os.mkfifo(path)
     else:
         path.write_text(text)
-    message = str(path) if text is not None else "is no plain file"
+    message = str(path) if text is not None else "is not a plain file"
     assert len(refused(main, message, before, path, after)) < 600
 
 

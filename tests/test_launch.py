@@ -99,7 +99,7 @@ def test_bad_input_is_one_line_before_any_rank_starts(tmp_path, monkeypatch, ref
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(subprocess, "Popen", None)
     argv = [*TINY, *SHORT, "--output-dir", tmp_path / "runs"]
-    error = refused(fsdp, "has no meaning for train_fsdp.py", argv, "--bucket-cap-mb 5")
+    error = refused(fsdp, "does not apply to train_fsdp.py", argv, "--bucket-cap-mb 5")
     assert error.startswith("train_fsdp.py: --bucket-cap-mb ")
     assert not (tmp_path / "runs").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -311,10 +311,10 @@ def test_ranks_that_do_not_meet_say_where_they_looked_and_name_nine_of_those_tha
     port, start = free_port(), time.monotonic()
     text = join_as_rank_0(3, port, 1.0)
     assert 1.0 <= time.monotonic() - start < 10.0
-    assert f"meet at 127.0.0.1:{port}: after 1 s there is no rank 1, 2; check that all" in text
+    assert f"meet at 127.0.0.1:{port}: after 1 s rank 1, 2 is missing; check that all" in text
     names = ", ".join(map(str, range(1, 10)))
     for world, more in ((10, ";"), (11, ", ...;")):
-        with pytest.raises(NotJoined, match=f"is no rank {names}{more}"):
+        with pytest.raises(NotJoined, match=f"rank {names}{more} is missing"):
             ranks._wait_for_all(HashStore(), Ranks(0, world, 0), 0.01, "x")
 
 

@@ -259,7 +259,7 @@ def test_indices_that_belong_to_another_file_are_refused(tokens_file):
     wrong_ones = [good[:-1], good[::-1], good + 1, good.astype(float), good[None], good[:0]]
     for wrong in (*wrong_ones, unsorted, large):
         np.save(index, wrong)
-        with pytest.raises(UsageError, match=r"is no index of the documents"):
+        with pytest.raises(UsageError, match=r"is not an index of the documents"):
             make_packing(str(tokens_file), "auto", 37, 0)
     np.save(index, good)
     whole = index.read_bytes()

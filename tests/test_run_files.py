@@ -84,7 +84,7 @@ def test_every_file_of_results_is_consistent_and_one_page_shows_all(tmp_path, ca
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is no file of runs"), ("[" * 100_000, "nested"),
+    [("", "is not a file of runs"), ("[" * 100_000, "nested"),
      ('{"a": ' * 70 + "1" + "}" * 70, "nested"), (" " * (MOST_BYTES + 1), "is larger than"),
      (json.dumps({"schema_version": 5, "settings": [
          {"setting": "x", "runs": [{"result": {}, "steps": [{"a": 1}] * 9999}]}]}), "runs.0"),
@@ -385,7 +385,7 @@ def test_what_else_is_in_a_file_stays(tmp_path, monkeypatch, refused):
     monkeypatch.setattr("llm_train_bench.compare.save_runs.MOST_BYTES", 10_000)
     refused(compare.main, "would be larger than", a, "--save", path)
     notes.write_text("my notes")
-    refused(compare.main, "x.txt: is no file of runs", a, "--save", notes)
+    refused(compare.main, "x.txt: is not a file of runs", a, "--save", notes)
     assert (path.read_text(), notes.read_text()) == (before, "my notes")
 
 

@@ -92,7 +92,7 @@ def test_the_tools_and_their_help(run):
     assert done.returncode in (0, 4) and json.loads(done.stdout)["gpu"] == "H100 SXM"
     for wrong, answer in (
         ("train configs/gpt2-125.json", "did you mean configs/gpt2-125m.json?"),
-        ("trains x", "'trains' is no command"),
+        ("trains x", "'trains' is not a command"),
         # The package's baselines are not the user's.
         ("compare runs --baseline configs/baselines.json", "No such file"),
     ):

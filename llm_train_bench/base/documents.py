@@ -155,7 +155,7 @@ def read_ends(path: str, dtype: str, separator: int | None) -> np.ndarray:
     good = isinstance(ends, np.ndarray) and ends.ndim == 1 and ends.dtype.kind in "iu" and len(ends)
     ends = ends.astype(np.int64) if good else np.zeros(1, np.int64)  # unsigned differences wrap
     if (np.diff(ends) <= 0).any() or ends[0] <= 0 or ends[-1] != len(tokens):
-        raise UsageError(f"{index}: is no index of the documents in {path}; write both anew")
+        raise UsageError(f"{index}: is not an index of the documents in {path}; write both anew")
     return ends
 
 

@@ -15,9 +15,9 @@ def parse_number(
     number = r"([+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+))(?:([eE][+-]?\d{1,3})|([kKMBGT]))?(%?)"
     match = re.fullmatch(number, text, re.ASCII)
     if not match or (match[4] and not percent):
-        raise ValueError(f"{text!r} is no number")
+        raise ValueError(f"{text!r} is not a number")
     value = decimal.Decimal(match[1] + (match[2] or "")) * thousand ** POWERS[match[3] or ""]
     value = value / 100 if match[4] else value
     if kind is int and (abs(value) > 10**30 or value != int(value)):
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError(f"{text!r} is not a whole number")
     return kind(value)

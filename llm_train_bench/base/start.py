@@ -18,7 +18,7 @@ from pathlib import Path
 PARENT = "LLM_TRAIN_BENCH_PARENT"
 # Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
 # (it may have started Open MPI's daemons), MPICH.
-# SLURM_NTASKS would not do: a batch script has it and SLURM_PROCID=0 too, but is no rank.
+# SLURM_NTASKS would not do: a batch script has it and SLURM_PROCID=0 too, but no rank.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),

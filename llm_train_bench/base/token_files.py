@@ -91,7 +91,7 @@ def _open_bare(path: Path, size: int, dtype: str) -> np.ndarray:
         )
     width = np.dtype(dtype).itemsize
     if size % width or not size:
-        raise UsageError(f"{path}: {size} bytes are no array of {dtype}; is it complete?")
+        raise UsageError(f"{path}: {size} bytes are not an array of {dtype}; is it complete?")
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
 

@@ -282,7 +282,7 @@ def libraries(kind: str) -> Iterator[Finding]:
 
 
 def _mib(size: object) -> float:
-    """Bytes as text in MiB; 0 for what is no number."""
+    """Bytes as text in MiB; 0 for what is not a number."""
     return int(size) / 2**20 if isinstance(size, str) and re.fullmatch(r"\d{1,19}", size) else 0.0
 
 

@@ -152,7 +152,7 @@ def formats_of(device: torch.device) -> dict[str, Callable[..., Call]]:
 
 
 def best_rates(medians: dict[str, list[float]]) -> dict[str, float]:
-    """The rates of the best shapes, by their medians [TFLOP/s]: a single lucky batch is no roof.
+    """The rates of the best shapes, by their medians [TFLOP/s]: a single lucky batch is not a roof.
 
     In FP8 it is that of a training step: one forward matmul with fast sums, two backward without.
     """

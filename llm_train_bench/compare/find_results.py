@@ -116,7 +116,7 @@ def _parse(path: Path, facts: LogFacts) -> list[Record]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
-        raise UsageError(f"{path}: is no JSON ({error}); was it cut off?") from None
+        raise UsageError(f"{path}: is not JSON ({error}); was it cut off?") from None
     except (*UNEXPECTED, RecursionError) as error:
         raise UsageError(
             f"{path}: is of a known kind, but cannot be parsed: {type(error).__name__}: {one_line(error)}"

@@ -85,7 +85,7 @@ def user_pattern(text: str) -> re.Pattern:
     try:
         pattern = re.compile(text)
     except re.error as error:
-        raise UsageError(f"--log-pattern {text}: is no regular expression: {error}") from None
+        raise UsageError(f"--log-pattern {text}: is not a regular expression: {error}") from None
     wrong = [name for name in pattern.groupindex if name not in GROUPS]
     if wrong or not pattern.groupindex.keys() - {"step"}:
         what = f"unknown group {wrong[0]}" if wrong else "names no group, as (?P<time_ms>[0-9.]+)"
@@ -227,7 +227,7 @@ def read_automodel(content: dict[str, Any], path: Path, facts: LogFacts) -> Reco
 def last_start(steps: list[LoggedStep]) -> int:
     """Where the last of several runs in one log begins: there the steps count anew.
 
-    A late line from another rank is no new run. It goes back a little, or later steps follow at
+    A late line from another rank is not a new run. It goes back a little, or later steps follow at
     once, and it does not go back to the very first of many.
     """
     start, seen, lowest = 0, [], 0

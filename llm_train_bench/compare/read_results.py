@@ -51,7 +51,7 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
     if {"avg_iter_time_seconds", "world_size"} <= keys:
         return [read_automodel(content, path, facts)]
     raise UsageError(
-        f"{path}: is no result.json of ours, and has no gpu_info and performance_metrics"
+        f"{path}: is not a result.json of ours, and has no gpu_info and performance_metrics"
     )
 
 

@@ -54,7 +54,7 @@ def read_runs_file(path: Path) -> RunsFile:
         raise UsageError(f"{path}: cannot be read: {why}") from None
     except ValueError as error:
         why = first_problem(error) if isinstance(error, ValidationError) else error
-        raise UsageError(f"{path}: is no file of runs: {why}") from None
+        raise UsageError(f"{path}: is not a file of runs: {why}") from None
 
 
 def file_text(file: RunsFile) -> str:

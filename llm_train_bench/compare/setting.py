@@ -94,12 +94,12 @@ def setting_name(facts: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
 
 
 def name_by_itself(r: Record) -> str:
-    """A setting in words without others beside it: device, model, script, and what is no default."""
+    """A setting in words by itself: device, model, script, and what differs from the defaults."""
     return f"{r.hardware} x {r.n_gpus}: {r.model or 'unknown model'}, {changes_in_words(r)}"
 
 
 def changes_in_words(r: Record) -> str:
-    """Its script and length, and its settings that are no defaults and do not follow from others."""
+    """Its script and length, and the settings that differ from the defaults by themselves."""
     settings = changed_settings(r)
     script = str(settings.pop("script", ""))
     length = settings.pop("seq_len", r.seq_len)
@@ -112,7 +112,7 @@ def changes_in_words(r: Record) -> str:
 def name_settings(members: Sequence[Record]) -> str:
     """Name each setting by what differs in its group, in place; without flags, by its file.
 
-    The answer is what all have in common, in words: machine, script and flags that are no defaults.
+    The answer is what all have in common, in words: machine, script, flags that are not at a default.
     """
     facts = [None if r.arguments is None else _facts(r) for r in members]
     known = [f for f in facts if f is not None]

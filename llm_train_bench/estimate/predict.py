@@ -109,7 +109,7 @@ def device_of(name: str, wanted: EstimateFlags) -> Hardware:
 
 
 def limits_of(texts: Iterable[str]) -> dict[str, float]:
-    """--limit by its keys; UsageError for an unknown one, or what is no number above 0."""
+    """--limit by its keys; UsageError for an unknown one, or what is not a number above 0."""
     limits = {}
     for text in texts:
         key, _, value = text.partition("=")
@@ -118,7 +118,7 @@ def limits_of(texts: Iterable[str]) -> dict[str, float]:
         try:
             limits[key] = parse_number(value, float)
         except ValueError:
-            raise UsageError(f"--limit {text}: {value} is no number") from None
+            raise UsageError(f"--limit {text}: {value} is not a number") from None
         if not 0 < limits[key] < math.inf:
             raise UsageError(f"--limit {text}: must be above 0")
     return limits
@@ -265,7 +265,7 @@ def calibrated(gpu: Hardware, path: Path, planned: Work) -> tuple[Hardware, str]
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise UsageError(f"{where} is no result.json of a run") from None
+        raise UsageError(f"{where} is not a result.json of a run") from None
     if not result.ours:
         raise UsageError(f"{where} is of another loop; use a run of {' or '.join(Script)}")
     # The median: one slow step says nothing of the device.

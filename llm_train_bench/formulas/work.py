@@ -92,7 +92,7 @@ class FsdpOptions:
     reduce_dtype: str = "fp32"
     cpu_offload: bool = False
     reduce_last: bool = False
-    """Whether gradients are reduced after the last micro batch alone, and are whole until then."""
+    """Whether gradients are reduced only after the last micro batch, and are whole until then."""
 
 
 @dataclasses.dataclass(frozen=True)

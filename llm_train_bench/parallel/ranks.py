@@ -155,8 +155,8 @@ def _wait_for_all(store: Store, ranks: Ranks, timeout_s: float, at: str) -> None
         if time.monotonic() > end:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             raise NotJoined(
-                f"could not join the {ranks.world} ranks that meet at {at}: after {timeout_s:g} s there "
-                f"is no rank {', '.join(missing[:9])}{', ...' * (len(missing) > 9)}; {CHECK_MEETING}"
+                f"could not join the {ranks.world} ranks that meet at {at}: after {timeout_s:g} s "
+                f"rank {', '.join(missing[:9])}{', ...' * (len(missing) > 9)} is missing; {CHECK_MEETING}"
             )
         time.sleep(pause)
         pause = min(1.0, 2 * pause)

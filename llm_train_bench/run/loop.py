@@ -106,7 +106,7 @@ def measure(
                 gc.collect(0)  # so that a long run does not leak; takes microseconds
         run.end_steps()
     m.val_loss = evaluate()
-    if m.val_loss is not None and m.val_loss < 700:  # beyond, e to its power is no number
+    if m.val_loss is not None and m.val_loss < 700:  # beyond, e to its power is not a number
         m.val_perplexity = math.exp(m.val_loss)
 
 

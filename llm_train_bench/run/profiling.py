@@ -216,7 +216,7 @@ class NsysCapture:
             _profiler_api(start=False)
 
     def write(self, step: int) -> None:
-        """Nothing is written here, but the pause after the last step is no part of the next."""
+        """Nothing is written here, but the pause after the last step is not a part of the next."""
         if step == self.steps[-1]:
             self.run.start_together()
 

@@ -92,7 +92,7 @@ class Run(RunRecord):
             self.hang.allow(self.step_limit_s)
 
     def end_steps(self) -> None:
-        """The work that follows is no step, and may take long."""
+        """The work that follows is not a step, and may take long."""
         if self.hang:
             self.hang.allow(math.inf)
 

@@ -343,7 +343,7 @@ class ParallelFlags:
     cp: Split the tokens of every sample over N ranks (context parallelism).
     ep: Split the experts of every layer over N ranks (expert parallelism).
     cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory.
-    reduce_last: Reduce gradients after the last micro batch alone. Until then each rank keeps all
+    reduce_last: Reduce gradients only after the last micro batch. Until then each rank keeps all
         gradients whole.
     pp: Split the layers over N groups of neighbouring ranks. train_pp.py uses 2 by default.
     pp_virtual: Stages per rank. 1 uses the schedule 1F1B, more use Interleaved1F1B.

@@ -456,7 +456,7 @@ def choose_attention_kernel(name: str, work: Work, platform: Platform) -> Attent
     elif name == "flex" and not can_flex:
         why = "it is for sliding windows and --pack, without sinks and keys gathered by --cp"
     elif name == "blocks" and not can_blocks:
-        why = f"works on a CPU alone, and without attention_dropout, {special}"
+        why = f"works only on a CPU, and without attention_dropout, {special}"
     elif name in ("cudnn", "efficient", "math") and work.masked:
         why = f"{special} have kernels of their own"
     if why:

@@ -182,7 +182,7 @@ def refuse_foreign(names: Iterable[str], script: Script) -> None:
     for name in names:
         if name in flags and script not in flags[name].scripts:
             scripts = " or ".join(flags[name].scripts)
-            raise UsageError(f"{flag_of(name)} has no meaning for {script}; it is for {scripts}")
+            raise UsageError(f"{flag_of(name)} does not apply to {script}; it is for {scripts}")
 
 
 def resolve_fp8(args: Fp8Flags, needs_torchao: bool) -> tuple[str, str]:

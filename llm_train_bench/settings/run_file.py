@@ -45,14 +45,14 @@ class UniqueKeys(yaml.SafeLoader):
         names = [str(key.value).replace("-", "_") for key, _ in node.value]
         for (key, _), name in zip(node.value, names, strict=True):
             if names.count(name) > 1:
-                raise yaml.MarkedYAMLError(None, None, f"{key.value} stands twice", key.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"{key.value} is twice here", key.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def _plain_int(loader: UniqueKeys, node: yaml.ScalarNode) -> int:
     """YAML 1.1 reads 010 as eight and 1:30 as ninety; nobody who writes them means that."""
     if not re.fullmatch(r"[+-]?(0|[1-9]\d*)", node.value):
-        why = f"{node.value} is no plain number; quote what is a text"
+        why = f"{node.value} is not a plain number; quote what is a text"
         raise yaml.MarkedYAMLError(None, None, why, node.start_mark)
     return loader.construct_yaml_int(node)
 
@@ -144,7 +144,7 @@ def _run_file(path: Path) -> RunFile:
             )
         names = [field_of(arg) for arg in in_our_words([flag_of(key) for key in content])]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UsageError(f"--from {path}: {twice} stands twice, once by another tool's name")
+            raise UsageError(f"--from {path}: {twice} is given twice, once by another tool's name")
         flags = dict(zip(names, content.values(), strict=True))
         script = flags.pop("script", None)
         if wrong := sorted(flags.keys() - declared(Args).keys()):
@@ -173,11 +173,11 @@ def meant_value(name: str, value: Any, where: str) -> Any:
     try:
         return flag.read(value)
     except ValueError:
-        raise UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}") from None
+        raise UsageError(f"{where}: {name}: {value!r} is not a value of {flag_of(name)}") from None
 
 
 def result_flags(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that repeat a run with these arguments of its result: those that are no default."""
+    """The flags that repeat a run with these arguments of its result: those not at a default."""
     flags, default = present_flags(args), usual_values()
     ignored = of_kind(OUTPUT) - {"device"} | without_meaning(flags)
     if args.get("global_bsz"):

@@ -102,7 +102,7 @@ def read_experiment(path: str | Path) -> Experiment:
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """The content of a YAML file with its variables substituted; UsageError if it is no mapping."""
+    """The content of a YAML file with its variables substituted; UsageError if it is not a mapping."""
     try:
         text = plain_text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -178,7 +178,7 @@ def from_command_line(
         try:
             parsed = [parse_yaml(v) for v in values.split(",")]
         except ValueError:
-            raise UsageError(f"--set {setting}: {values!r} is no value") from None
+            raise UsageError(f"--set {setting}: {values!r} is not a value") from None
         if "" in values.split(","):
             raise UsageError(f"--set {setting}: a value is empty; `null` leaves a flag out")
         if flag in training or flag in grid:

@@ -127,7 +127,7 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The spans of a trace file; UsageError if it is no trace."""
+    """The spans of a trace file; UsageError if it is not a trace."""
     events, header = _content(Path(path))
     gpu, steps = [], []
     launches: dict[Any, dict[Any, Span]] = defaultdict(dict)  # by process

@@ -154,7 +154,7 @@ def _find_start(plan: Plan) -> Start:
     if goes_on:
         names = {path.name for path in start.directory.iterdir()}
         if names and not names & {LOCK, "result.json", "checkpoints", "errors"}:
-            why = "is no directory of a run; choose another --run-name"
+            why = "is not the directory of a run; choose another --run-name"
             raise UsageError(f"{start.directory}: {why}")
         start.lock = hold_lock(start.directory / LOCK, "--run-name")
     first_step = _find_checkpoint(start, flags.resume) if flags.resume else 0
