@@ -170,7 +170,7 @@ def test_a_trace_that_unpacks_without_end_is_refused(tmp_path, refused):
         for _ in range(90):
             f.write(b" " * 2**20)
     most = 100 * (tmp_path / "x.json.gz").stat().st_size / 2**20 + 64
-    refused(trace_report.main, f"unpacks to over {most:.0f} MiB", tmp_path / "x.json.gz")
+    refused(trace_report.main, f"has over {most:.0f} MiB", tmp_path / "x.json.gz")
 
 
 def two_steps(step="user_annotation", op="cpu_op", copy="gpu_memcpy", launch="cuda_runtime"):

@@ -163,7 +163,7 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)" if s.n_parameters else s.name),
         ("device", f"{result.device.count} x {result.device.name}"),
         ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
-        *([("invalid", f"{result.invalid[0]}; all reasons below")] if result.invalid else []),
+        *[("invalid", why + "; ..." * (len(result.invalid) > 1)) for why in result.invalid[:1]],
         *metric_rows(result.metrics),
     ]
     if result.observed:

@@ -32,6 +32,7 @@ PASSED_OVER = set(
     "external_correlation cuda_profiler_range gpu_pm_counter collective_comm".split()
 )
 STEP = "ProfilerStep#"
+LARGEST = 2**31  # bytes that are read whole
 Thread = tuple[Any, Any]  # process and thread
 _NOTHING: dict[str, Any] = {}
 PLAIN = {str, int, float, bool, type(None)}
@@ -297,10 +298,11 @@ def _content(path: Path) -> tuple[list[Any], dict[str, Any]]:
     """The events of a trace, and what stands beside them."""
     try:
         with open_trace(path) as file:
-            most = 100 * path.stat().st_size + 2**26  # a JSON of events shrinks to a tenth or so
-            data = file.read(most + 1)
-        if len(data) > most:
-            raise UsageError(f"{path}: unpacks to over {most / 2**20:,.0f} MiB; no trace does")
+            size = path.stat().st_size
+            most = min(LARGEST, 100 * size + 2**26)  # a JSON of events shrinks to a tenth or so
+            data = file.read(most + 1) if size <= most else b""
+        if max(size, len(data)) > most:
+            raise UsageError(f"{path}: has over {most / 2**20:,.0f} MiB; trace fewer steps")
         # Kineto does not escape everything that JSON wants escaped.
         content = json.loads(data.decode("utf-8", "replace"), strict=False)
     except (OSError, EOFError, zlib.error) as error:
