@@ -62,7 +62,7 @@ def ratio_text(row: Compared) -> str:
     if 1 / FACTOR < row.ratio < FACTOR:
         around = "" if wide is None else f" ± {100 * wide:.1f}"
         return f"{100 * (row.ratio - 1):+.1f}{around} %"
-    return f"{row.ratio:.3g}" + ("x" if wide is None else f" ± {wide:.2g} x")
+    return f"{row.ratio:.3g}x" + ("" if wide is None else f" ± {wide:.2g}")
 
 
 def _memory(row: Compared) -> str:

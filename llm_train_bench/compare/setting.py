@@ -146,7 +146,7 @@ def _facts(r: Record) -> dict[str, Any]:
     # A flag may be `auto`, and the conditions say what that chose.
     conditions = r.conditions or {}
     return (
-        {"": r.hardware, "GPUs": r.n_gpus, "model": r.result.model.name if r.result else r.model}
+        {"": r.hardware, "devices": r.n_gpus, "model": r.result.model.name if r.result else r.model}
         | conditions
         | flags
         | {key: value for key, value in conditions.items() if key in flags}
@@ -157,7 +157,7 @@ def _word(key: str, value: Any) -> str:
     names = {"sac_freq": "sac", "pt_compile": "compiled", "use_fp8": "FP8", "script": ""}
     word = names.get(key, key.replace("_", "-"))
     if isinstance(value, bool) or value in (None, ()):
-        return word if value else f"no {word}"
+        return word if value else {"pt_compile": "eager"}.get(key, f"no {word}")
     values = value if isinstance(value, tuple) else (value,)
     text = " ".join(shown_text(str(each)) for each in values).removesuffix(".py")
     return f"{word} {text}".strip()
