@@ -39,7 +39,7 @@ class PrepareArgs:
     output_dir: Directory of train.bin and val.bin.
     stdlib: Use the sources of Python's standard library as text.
     tokenizer: A Hugging Face tokenizer.json. By default each byte is a token (vocabulary 256).
-    val_fraction: Fraction of the documents that goes into val.bin.
+    val_fraction: Part that goes into val.bin: whole files, or the end of a single one.
     """
 
     inputs: tuple[str, ...] = flag((), metavar="[TEXT ...]", positional=True)

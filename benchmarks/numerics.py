@@ -1,6 +1,6 @@
 """Does a fast setting still learn the same? Loss curves of every setting against fp32, from one seed.
 
-    python benchmarks/numerics.py [--steps N] [--settings NAME,...] [--list]
+    python benchmarks/numerics.py [--steps N] [--settings NAME,...]
 
 Trains a small model on real text (Python's standard library), once per setting, and reports how far
 each curve runs from the fp32 one. Limits: compiled fp32 at each of the first 20 steps within three
@@ -86,14 +86,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--settings", help="only these, separated by commas; fp32 always runs")
     parser.add_argument("--config", default="configs/gpt2-tiny.json")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
-    parser.add_argument("--list", action="store_true", help="print the settings and stop")
     args = parser.parse_args(argv)
     device = device_of_runs()
     known = settings(device.type == "cuda")
     names = args.settings.split(",") if args.settings else list(known)
-    if args.list or not set(names) <= set(known):
-        print("\n".join(known))
-        return 0 if args.list else 2
+    if not set(names) <= set(known):
+        parser.error(f"--settings: there are {', '.join(known)}")
     common = "--bsz 8 --seq-len 128 --lr 2e-3 --warmup-steps 3 --no-tensorboard --n-steps".split()
     common = [args.config, *common, args.steps - 3, "--data"]
     curves: dict[str, np.ndarray] = {}
@@ -128,7 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     content = {"config": args.config, "steps": args.steps, "verdicts": verdicts}
     content |= {"failed": failed, "losses": losses}
     save("numerics", content, device, args.output_dir)
-    return exit_code(verdicts, names if args.settings else [REFERENCE])
+    beyond = [name for name, verdict in verdicts.items() if not verdict["ok"]]
+    missing = {*(names if args.settings else [REFERENCE])} - verdicts.keys()
+    return int(bool(beyond or missing))
 
 
 def show_verdicts(verdicts: dict[str, dict], curves: dict[str, np.ndarray]) -> None:
@@ -139,12 +139,6 @@ def show_verdicts(verdicts: dict[str, dict], curves: dict[str, np.ndarray]) -> N
         rows.append((name, *cells, f"{v['limit']:g}", "ok" if v["ok"] else "BEYOND"))
     columns = "setting", "final loss", "largest distance, first 20", "last quarter [95 %]", "limit"
     show((*columns, "verdict"), rows)
-
-
-def exit_code(verdicts: dict[str, dict], needed: list[str]) -> int:
-    """1 if a setting is beyond its limit, or one that was asked for by name was not judged."""
-    beyond = [name for name, v in verdicts.items() if not v["ok"]]
-    return int(bool(beyond or set(needed) - verdicts.keys()))
 
 
 if __name__ == "__main__":

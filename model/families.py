@@ -350,7 +350,8 @@ class Reader(Keys):
             low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
             inner.check(high > low, "high_freq_factor", "must be above low_freq_factor")
             return RopeScaling(kind, factor, low, high, original)
-        factor = inner.number("factor", positions / original)
+        told = original == positions or inner.raw.get("factor") is not None
+        factor = inner.number("factor") if told else positions / original
         keys, gain = ("mscale", "mscale_all_dim"), yarn_mscale(factor)
         mscales = [inner.number(key) for key in keys if inner.get(key, 0) not in (0, None)]
         if len(mscales) == 2:

@@ -336,7 +336,7 @@ def test_bad_use_is_an_error_that_says_where(tmp_path, monkeypatch):
     two_losses = pytest.raises((ValueError, RuntimeError), match=r"one element|2 elements")
     with two_losses, meter_of(tmp_path) as meter, meter.step() as step:
         step.loss = torch.zeros(2)
-    with pytest.raises(ValueError, match="give tokens_per_step, or set the step's"):
+    with pytest.raises(ValueError, match="give tokens_per_step, or set step.tokens"):
         measure(tmp_path, tokens_per_step=None)
     with pytest.raises(ValueError, match="no such file"):
         Meter("no-model.json", **SMALL)
@@ -445,8 +445,12 @@ def test_a_training_that_fails_is_no_finished_one(tmp_path):
     assert noted(r, "FLOPs are unknown") and noted(r, "model_type")
 
 
-def test_the_example_measures_what_it_runs(tmp_path):
-    forked(ROOT / "examples/trainer.py", TINY, cwd=tmp_path)
+def test_the_program_in_the_docs_measures_what_it_runs(tmp_path):
+    program = re.search(
+        r"```python\n(import torch\nfrom transf.*?)```", (ROOT / "docs/PYTHON.md").read_text(), re.S
+    )
+    (tmp_path / "trainer.py").write_text(program[1].replace("configs/gpt2-tiny.json", TINY))
+    forked(tmp_path / "trainer.py", cwd=tmp_path)
     r = only_result(tmp_path / "runs")
     flags = "--device cpu --amp off --bsz 1 --seq-len 128 --n-steps 1"
     own = trained(tmp_path / "own", TINY, flags)

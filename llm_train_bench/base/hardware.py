@@ -195,7 +195,7 @@ def find_cpu(cpu: str, ranks: int) -> Hardware:
         return device
     command = f"OMP_NUM_THREADS={threads} " * bool(most) + "python benchmarks/gemm.py"
     raise UsageError(
-        f"cpu: {own_hardware_file()} does not have {name if most else cpu}; {command} measures it"
+        f"cpu: no peak of {name if most else cpu} in {own_hardware_file()}; {command} measures it"
     )
 
 

@@ -9,7 +9,7 @@ from llm_train_bench.compare.ratios import Compared
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 250, 58, 34  # [pixels]
 # An axis spans this part of its largest value at least: noise must not look like a difference.
 LEAST_SPAN = 0.2
-MOST_BARS = 20
+MOST_BARS, MOST = 20, 1e15
 
 
 def speed_bars(rows: Sequence[tuple[Compared, str]]) -> str:
@@ -25,7 +25,8 @@ def speed_bars(rows: Sequence[tuple[Compared, str]]) -> str:
             f'<span class="name">{escape(r.setting)}</span><span class="track">{bar}{"".join(marks)}'
             f"</span><span>{speed:,.0f}</span>"
         )
-    return f'<div class="bars">{"".join(parts)}</div>' if len(parts) > 1 else ""
+    more = f"<p>{n} slower settings: below</p>" if (n := len(rated) - MOST_BARS) > 0 else ""
+    return f'<div class="bars">{"".join(parts)}</div>{more}' if len(parts) > 1 else ""
 
 
 def panel(title: str, rows: Sequence[tuple[Compared, str]], drawing: str, folded: str = "") -> str:
@@ -122,9 +123,13 @@ def loss_curves(rows: Sequence[tuple[Compared, str]]) -> str:
     """Training loss by step; folded where the tokens were random, since nothing is learnt."""
     curves = []
     for row, colour in rows:
-        losses = [(step, loss) for step, loss in row.record.losses if math.isfinite(loss)]
+        losses = [(n, loss) for n, loss in row.record.losses if n < MOST and -MOST < loss < MOST]
         curves.append((row, colour, losses[:: math.ceil(len(losses) / 200) or 1]))
     curves = [curve for curve in curves if len(curve[2]) > 1]
+    real = [
+        curve for curve in curves if (curve[0].record.arguments or {}).get("data") != "synthetic"
+    ]
+    curves = real or curves
     if not curves:
         return ""
     points = [point for *_, curve in curves for point in curve]
@@ -133,7 +138,6 @@ def loss_curves(rows: Sequence[tuple[Compared, str]]) -> str:
         f'<path class="curve" stroke="{colour}" d="{axes.line(curve)}"/>'
         for _, colour, curve in curves
     )
-    random = {"synthetic"} == {(row.record.arguments or {}).get("data") for row, *_ in curves}
-    folded = "Losses of random tokens, in which nothing can be learnt" if random else ""
+    folded = "" if real else "Losses of random tokens, in which nothing can be learnt"
     named = [(row, colour) for row, colour, _ in curves]
     return panel("Training loss by step", named, axes.svg("training loss by step", inside), folded)

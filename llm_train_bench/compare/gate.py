@@ -149,7 +149,7 @@ def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) 
         return verdict("UNUSABLE, left out", text=why)
     rate, old = now.rate.value, was.rate.value
     texts = [
-        f"{named}: {rate:,.0f} tokens/s per GPU [{now.low:,.0f}, {now.high:,.0f}], "
+        f"{named}: {rate:,.0f} tokens/s per device [{now.low:,.0f}, {now.high:,.0f}], "
         f"was {old:,.0f} ({rate / old - 1:+.1%})"
     ]
     if (own := before[0].tolerance) is not None:
@@ -207,6 +207,12 @@ def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: floa
     runs = without_copies(own_runs(paths, Path(baseline)), before)
     measured = grouped(runs, identity)
     verdicts = [judge(each, stored.get(key, []), tolerance) for key, each in measured.items()]
+    names = (name_by_itself(first).rpartition(": ") for first, *_ in stored.values())
+    elsewhere = {name: device for device, _, name in names}
+    for i, v in enumerate(verdicts):
+        if v.status == "NO BASELINE" and (device := elsewhere.get(v.name.rpartition(": ")[2])):
+            text = f"{v.text}; {baseline} has this setting on {device}"
+            verdicts[i] = dataclasses.replace(v, text=text)
     places = {(r.hardware, r.n_gpus) for r in runs}
     for key, (first, *_) in stored.items():
         if key not in measured and (first.hardware, first.n_gpus) in places:
@@ -276,7 +282,7 @@ def gate(
 def comment(verdicts: Sequence[Verdict], code: int) -> str:
     """The verdicts as Markdown for a pull request: what failed first."""
     titles = {0: "no regression", 1: "something got worse", 5: "not everything could be judged"}
-    columns = "setting", "verdict", "tokens/s per GPU", "peak GiB", "mean GiB"
+    columns = "setting", "verdict", "tokens/s per device", "peak GiB", "mean GiB"
     rows = []
     for v in sorted(verdicts, key=lambda v: (v.status == "ok", v.status not in WORSE)):
         cells = [printable(v.name), v.status.lower()]

@@ -30,7 +30,8 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
     groups = grouped(rows, lambda row: row.group)
     runs = sum(len(row.record.runs) for row in rows)
     text = "{setting} on {devices} devices: {speed} of the speed of each on {fewest}"
-    on_several = [text.format(speed=relative(line), **line) for line in scaling(rows)]
+    more = (line for line in scaling(rows) if line["devices"] != line["fewest"])
+    on_several = [text.format(speed=relative(line), **line) for line in more]
     search = '<input type="search" id="filter" placeholder="filter rows" aria-label="filter rows">'
     sections = [_section(name, members) for name, members in groups.items()]
     reading = [*report.footnotes(rows), *HOW_TO_READ]
@@ -74,7 +75,7 @@ def _section(name: str, members: list[Compared]) -> str:
     shared = f'<p class="soft">All: {escape(members[0].shared)}</p>' if members[0].shared else ""
     best = f'<p class="headline">{escape(report.headline(members))}</p>'
     return "\n".join([
-        f"<section><h2>{escape(name)}</h2>", shared, best, bars, _list(report.verdicts(members)),
+        f"<section><h2>{escape(name)}</h2>", shared, best, bars,
         _table(members, colours), f'<div class="panels">{panels}</div></section>',
     ])  # fmt: skip
 
@@ -95,7 +96,8 @@ def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
             f"</summary>{_list(_runs(row))}</details></td>"
         )
         kind = "reference" if row.is_reference else "excluded" if row.not_compared else ""
-        text = escape(f"{row.record.setting} {row.record.hardware or ''}".lower())
+        words = " ".join(value for value in facts.values() if isinstance(value, str))
+        text = escape(words.lower())
         lines.append(f'<tr class="{kind}" data-text="{text}">{"".join(cells)}</tr>')
     body = "\n".join(lines)
     table = f'<table class="settings"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'

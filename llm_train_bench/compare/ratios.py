@@ -57,7 +57,12 @@ class Compared:
         if not self.enough_runs or self.ratio_low is None:
             few = min(len(self.record.rates), self.runs_of_reference)
             return f"no verdict: {few} run{'s' * (few > 1)}"
-        if self.answer == "uncertain" or abs(self.ratio - 1) < setting.RUNS_DIFFER:
+        alike = abs(self.ratio - 1) < setting.RUNS_DIFFER
+        if (
+            self.answer == "uncertain"
+            or alike
+            or self.ratio_low < 1 < (self.ratio_high or math.inf)
+        ):
             return "within noise"
         return self.answer
 
@@ -101,9 +106,8 @@ def compare(
         shared = setting.name_settings([row.record for row in members])
         for row in members:
             row.shared = shared
-    called = {row.record.setting: row for row in rows}
-    called |= {r.label: row for row in rows for r in row.record.runs}
-    if reference is not None and reference not in called:
+    called = [r for r in rows if reference in (r.record.setting, *(x.label for x in r.record.runs))]
+    if reference is not None and not called:
         have = ", ".join(row.record.setting for row in rows)
         raise UsageError(
             f"--reference {reference}: no setting or run of that name; there are {have}"
@@ -111,9 +115,8 @@ def compare(
     for members in groups.values():
         usable = [row for row in members if not row.not_compared and row.record.rates]
         plain = setting.plainest([row.record for row in usable or members])
-        first = next(row for row in members if row.record is plain)
-        if reference is not None and called[reference] in members:
-            first = called[reference]
+        plainest = [row for row in members if row.record is plain]
+        first = next(row for row in called + plainest if row in members)
         first.is_reference = True
         for row in members:
             if row is not first:
@@ -201,9 +204,11 @@ def _pooled(runs: list[Record]) -> Record:
     chosen = usable or runs[:1]
     most = max(chosen, key=lambda r: r.memory_gib or 0.0)
     means = {}
-    for figure in MEANS:
+    for figure in (*MEANS, "usd_per_hour"):
         values = [value for r in chosen if (value := getattr(r, figure)) is not None]
         means[figure] = statistics.fmean(values) if values else None
+    if len({r.result.device.peak_bf16_tflops for r in chosen if r.result and r.mfu}) > 1:
+        means["mfu"] = None  # shares of different peaks
     # One of a kind: drift, busy CPU, stolen CPU.
     remarks = {(x.kind, x.text.rpartition(" ")[0] or x.text): x for r in chosen for x in r.remarks}
     pooled = dataclasses.replace(

@@ -4,6 +4,7 @@ The suite that wrote most of the lines is the log's suite (compare/log_formats.p
 any such line is refused. If a log holds several runs, the last one is taken.
 """
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.hardware import device_called
+from llm_train_bench.base.hardware import device_called, find_hardware
 from llm_train_bench.compare.log_formats import (
     SUITES,
     Log,
@@ -252,6 +253,8 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     steps = log.steps
     n = facts.of(path, "n_gpus", log.n_gpus)
     hardware = facts.of(path, "hardware", log.hardware)
+    with contextlib.suppress(UsageError):  # another machine
+        hardware = hardware and find_hardware(hardware).name
     length = facts.of(path, "seq_len", log.seq_len or steps[-1].seq_len)
     batch = facts.of(path, "global_batch", steps[-1].global_batch or log.global_batch)
     parameters = facts.of(path, "parameters", log.parameters)

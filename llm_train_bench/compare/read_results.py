@@ -5,6 +5,7 @@ performance_metrics, memory_metrics, step_times, loss_values.
 """
 
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,11 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
 def read_ours(content: dict[str, Any], path: Path) -> Record:
     """A result.json; losses from the steps.jsonl beside it."""
     try:
+        json.dumps(content, allow_nan=False)
         result = parse_result(content)
-    except ValidationError as error:
-        why = first_problem(error)
+    except ValueError as error:
+        known = isinstance(error, ValidationError)
+        why = first_problem(error) if known else "it has NaN or Infinity"
         raise UsageError(f"{path}: not a result of this version: {why}") from None
     return record_of_result(result, read_steps(path.parent / "steps.jsonl"), str(path))
 

@@ -15,13 +15,14 @@ from llm_train_bench.base.tables import grouped, markdown_table, number, write_r
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.scaling import scaling
-from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR
+from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR, settle
+from llm_train_bench.formulas.time_statistics import mean_of
 from llm_train_bench.results.metrics import METRICS, RUN_COLUMNS, metric_text
 
 # Grams of CO2 per kWh: the world's mean of 2024 (IEA, Electricity 2025).
 GCO2_PER_KWH = 445.0
-# Rows on the screen, sentences on a group, runs whose origin a report has.
-MOST_SHOWN, MOST_VERDICTS, MOST_RUNS = 40, 6, 4000
+# Rows on the screen, values of an origin, letters in a headline's name.
+MOST_SHOWN, MOST_VALUES, MOST_NAME = 40, 8, 80
 # Ratios from this on, and below its inverse, are factors and not per cent.
 FACTOR = 1.5
 
@@ -62,7 +63,8 @@ def ratio_text(row: Compared) -> str:
     if 1 / FACTOR < row.ratio < FACTOR:
         around = "" if wide is None else f" ± {100 * wide:.1f}"
         return f"{100 * (row.ratio - 1):+.1f}{around} %"
-    return f"{row.ratio:.3g}x" + ("" if wide is None else f" ± {wide:.2g}")
+    digits = 2 if row.ratio > 1 else 3
+    return f"{row.ratio:.{digits}f}x" + ("" if wide is None else f" ± {wide:.{digits}f}")
 
 
 def _memory(row: Compared) -> str:
@@ -135,8 +137,8 @@ def show_comparison(rows: list[Compared]) -> None:
         print(markdown_table(heads, lines, left, title), end="")
         if more > 0:
             print(f"{more} more setting{'s' * (more > 1)}: --output-dir DIR writes all")
-        for line in filter(None, [headline(members), *verdicts(members)]):
-            print(line)
+        if answer := headline(members):
+            print(answer)
     for line in footnotes(rows):
         print(line)
 
@@ -189,31 +191,27 @@ def runs_table(rows: Sequence[Compared]) -> list[dict[str, Any]]:
 def _run_facts(row: Compared, r: Record, differ: Sequence[str]) -> dict[str, Any]:
     metrics, settings = (r.result.metrics if r.result else None), r.arguments or {}
     joules = metrics and metrics.energy_j
-    facts = {"group": row.group, "setting": row.record.setting, "run": r.label}
+    first = {"group": row.group, "setting": row.record.setting, "run": r.label}
     shown = {name: settings.get(name) for name in differ}
-    facts |= {k: shown_text(v) if isinstance(v, str) else v for k, v in shown.items()}
-    facts |= _fields(r, "hardware n_gpus settings memory_gib memory_kind")
+    shown = {k: shown_text(v) if isinstance(v, str) else v for k, v in shown.items()}
+    facts = _fields(r, "hardware n_gpus settings memory_gib memory_kind")
     facts |= {name: getattr(metrics, name, getattr(r, name, None)) for name in RUN_COLUMNS}
     facts |= {"kwh": joules and joules / 3.6e6, "gco2": joules and joules / 3.6e6 * GCO2_PER_KWH}
     facts |= {"invalid": "; ".join(r.invalid), "remarks": "; ".join(r.texts("disturbed"))}
     origin = ("date", "commit", "torch", "driver", "command")
     facts |= {"suite": r.suite} | {name: r.provenance.get(name) for name in origin}
-    return facts | {"path": shown_path(r.path)}
+    facts |= {"path": shown_path(r.path)}
+    return first | shown | first | facts  # a Meter's arguments may have these names
 
 
 def provenance(rows: list[Compared]) -> list[tuple[str, str]]:
-    """Name and values of each origin of the runs; with several values, whose each is, and these first."""
-    runs = [r for row in rows for r in row.record.runs][:MOST_RUNS]
+    """Name and values of each origin of the runs, what differs first; runs.csv says whose each is."""
+    runs = [r for row in rows for r in row.record.runs]
     lines = []
     for name in dict.fromkeys(name for r in runs for name in r.provenance):
-        values = grouped(runs, lambda r, name=name: r.provenance.get(name, "unknown"))
-        texts = []
-        for value, members in values.items():
-            more = f" and {len(members) - 1} more" if members[1:] else ""
-            texts.append(
-                f"{value} ({members[0].label}{more})" if values.keys() - {value} else value
-            )
-        lines.append((len(texts) < 2, name, "; ".join(texts)))
+        values = list(dict.fromkeys(r.provenance.get(name, "unknown") for r in runs))
+        more = [f"{len(values) - MOST_VALUES} more"] if len(values) > MOST_VALUES else []
+        lines.append((len(values) < 2, name, "; ".join(values[:MOST_VALUES] + more)))
     return [(name, text) for _, name, text in sorted(lines, key=lambda line: line[0])]
 
 
@@ -245,63 +243,48 @@ def today() -> str:
 
 
 def unknown_models(rows: list[Compared]) -> list[str]:
-    """A line on the logs that are compared with nothing because they lack their model."""
-    alone = [row.record for row in rows if not row.record.model_told]
-    if not alone or len({row.group for row in rows}) == 1:
+    """A line on the logs that are compared with nothing because they lack their model or length."""
+    if len({row.group for row in rows}) == 1:
         return []
-    names = ", ".join(shown_path(record.path) for record in alone)
-    return [
-        f"not compared with others, their logs lack the model: {names}; use --log LOG:model=NAME"
-    ]
-
-
-def verdicts(members: list[Compared]) -> list[str]:
-    """What a group shows, in words, the largest effect first; and that nothing can be said, where so."""
-    (reference,) = (m for m in members if m.is_reference)
-    judged = [m for m in members if m.verdict in ("faster", "slower", "within noise")]
-    judged.sort(key=lambda m: -(m.ratio or 0.0))
-    if len(judged) > MOST_VERDICTS:  # the fastest, and what saves the most memory
-        lean = min(judged, key=lambda m: m.record.memory_gib or math.inf)
-        fastest = judged[:MOST_VERDICTS]
-        judged = fastest if lean in fastest else [*fastest[:-1], lean]
-    nothing = f"No verdict: this needs {RUNS_FOR_A_VERDICT} runs of a setting and of the reference."
-    no_verdict = [nothing] if len(members) > 1 else []
-    return [f"{sentence(m, reference.record)}." for m in judged] or no_verdict
+    told = {r.model for row in rows if (r := row.record).seq_len}
+    lacks = {
+        "the model: {}; use --log LOG:model=NAME": lambda r: not r.model_told,
+        "the length: {}; use --log LOG:seq-len=N": lambda r: not r.seq_len and r.model in told,
+    }
+    lines = []
+    for text, lacking in lacks.items():
+        if names := ", ".join(shown_path(row.record.path) for row in rows if lacking(row.record)):
+            lines.append(f"not compared with others, their logs lack {text.format(names)}")
+    return lines
 
 
 def headline(members: Sequence[Compared]) -> str:
-    """The fastest setting of a group, by how much, whether that is sure, and its cost.
+    """The fastest setting of a group, by how much, whether it surely beats every other, and its cost.
 
     The reference is held against the next fastest, any other setting against the reference.
     """
     rated = [m for m in members if m.record.tokens_per_sec_per_gpu and not m.not_compared]
     if len(rated) < 2:
         return ""
-    best, following = sorted(rated, key=lambda m: -(m.record.tokens_per_sec_per_gpu or 0.0))[:2]
-    other = following if best.is_reference else next(m for m in members if m.is_reference)
-    verdict = other.verdict if best.is_reference else best.verdict
-    sure = "sure" if verdict in ("faster", "slower") else f"not sure ({verdict})"
+    best, *others = sorted(rated, key=lambda m: -(m.record.tokens_per_sec_per_gpu or 0.0))
+    other = others[0] if best.is_reference else next(m for m in members if m.is_reference)
+    if min(len(m.record.rates) for m in rated) < RUNS_FOR_A_VERDICT:
+        sure = f"not sure: this needs {RUNS_FOR_A_VERDICT} runs of each"
+    else:
+        pairs = [(mean_of(best.record.rates), mean_of(m.record.rates)) for m in others]
+        rivals = [m for m, answer in zip(others, settle(pairs), strict=True) if answer != "faster"]
+        if (other if best.is_reference else best).verdict not in ("faster", "slower"):
+            rivals.append(other)
+        sure = f"not sure: {_short(rivals[0])} may be as fast" if rivals else "sure"
     speed, than = (m.record.tokens_per_sec_per_gpu or math.nan for m in (best, other))
     usd = best.usd_per_trillion
     cost = f"; US$ {usd:,.0f} per trillion tokens" if usd else ""
-    names = best.record.setting, other.record.setting
-    return f"Fastest: {names[0]}, {speed / than:.3g}x as fast as {names[1]}, {sure}{cost}."
+    per = " per device" if len({m.record.n_gpus for m in rated}) > 1 else ""
+    factor = f"{speed / than:.2f}x as fast as {_short(other)}"
+    return f"Fastest{per}: {_short(best)}, {factor}, {sure}{cost}."
 
 
-# Two settings are as fast as each other if they surely differ by no more than this part.
-ALIKE = 0.05
-FASTER = {"faster": "is faster than", "slower": "is slower than"}
-
-
-def sentence(m: Compared, reference: Record) -> str:
-    """A setting against the reference in words: its speed, with the interval, and its memory."""
-    r, plain = m.record, reference.setting
-    most = max(abs((ratio or 1.0) - 1) for ratio in (m.ratio_low, m.ratio_high))
-    alike = "is as fast as" if most <= ALIKE else "cannot be distinguished from"
-    text = f"{r.setting} {FASTER.get(m.verdict, alike)} {plain} ({ratio_text(m)})"
-    if r.memory_gib and reference.memory_gib and r.memory_kind == reference.memory_kind:
-        saved = reference.memory_gib - r.memory_gib
-        if abs(saved) > 0.02 * reference.memory_gib:
-            amount = f"{abs(saved):.1f} GiB" if abs(saved) >= 1 else f"{1024 * abs(saved):.0f} MiB"
-            text += f" and saves {amount}" if saved > 0 else f" and takes {amount} more"
-    return text
+def _short(row: Compared) -> str:
+    """The name of a setting, no longer than a headline bears."""
+    name = row.record.setting
+    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 1]}…"

@@ -57,7 +57,9 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
             entries.append(entry)
             rate = figures_of(members).rate.value
             n = f"{len(members)} run{'s' * (len(members) > 1)}"
-            lines.append(f"saved {entry.setting}: {n}, {rate:,.0f} tokens/s per GPU")
+            disturbed = sorted({text for r in members for text in r.texts("disturbed")})
+            doubt = f"; disturbed: {', '.join(disturbed)}" if disturbed else ""
+            lines.append(f"saved {entry.setting}: {n}, {rate:,.0f} tokens/s per device{doubt}")
         text = file_text(RunsFile(settings=sorted(entries, key=lambda entry: entry.setting)))
         if len(text) > MOST_BYTES:
             raise UsageError(f"--save {path}: would be larger than {MOST_BYTES // 2**20} MiB")

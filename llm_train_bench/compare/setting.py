@@ -126,16 +126,18 @@ def name_settings(members: Sequence[Record]) -> str:
         values = values or {}
         words = setting_name({key: values[key] for key in differ if key in values}, {})
         record.setting = words or (record.settings if values else "") or record.label
-    times = collections.Counter(record.setting for record in members)
-    for record in members:
-        if times[record.setting] > 1:  # differences that no flag tells
-            record.setting = f"{record.setting} ({record.label})"
+    for same in [x for x in grouped(members, lambda r: r.setting).values() if x[1:]]:
+        labels = collections.Counter(record.label for record in same)
+        for i, record in enumerate(same):  # differences that no flag tells
+            which = record.label if labels[record.label] == 1 else f"{record.label} #{i + 1}"
+            record.setting = f"{record.setting} ({which})"
     if len(known) < len(facts):
         return ""
     conditions = {key for r in members for key in r.conditions or {}} - default.keys()
-    usual = default | known[0].fromkeys({*differ, *conditions, "model", "data", "seq_len"})
-    return setting_name({k: v for k, v in known[0].items() if k in keys and (k not in usual or (
-        usual[k] is not None and usual[k] != v))}, {})  # fmt: skip
+    hidden = {*differ, *conditions, "model", "data", "seq_len"}
+    return setting_name(
+        {k: v for k, v in known[0].items() if k in keys and k not in hidden}, default
+    )
 
 
 def _facts(r: Record) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def _facts(r: Record) -> dict[str, Any]:
     # A flag may be `auto`, and the conditions say what that chose.
     conditions = r.conditions or {}
     return (
-        {"": r.hardware, "devices": r.n_gpus, "model": r.result.model.name if r.result else r.model}
+        {"": r.hardware, "devices": r.n_gpus, "model": r.model}
         | conditions
         | flags
         | {key: value for key, value in conditions.items() if key in flags}

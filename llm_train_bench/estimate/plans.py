@@ -113,15 +113,15 @@ def layouts(
 
 
 def search(
-    config: ModelConfig, gpu: Hardware, gpus: int, batch: dict[str, int], make: Make
+    config: ModelConfig, gpu: Hardware, gpus: int, batch: dict[str, int], make: Make, low: bool
 ) -> tuple[list[Layout], int, dict[str, int]]:
     """The ten fastest layouts that fit, best first; how many were tried, and why others fell out.
 
     A layout is one of tp, ep, pp and replicas, with the cp (which shares out a rank's tokens as a smaller
-    micro batch does), virtual stages, recomputation, micro batch and format that make it fastest. `batch`
-    has the flags `global_bsz` and `seq_len`. `make(flags, script, gpus)` makes a step of flags, or raises
-    UsageError. A bound on the time sorts out what cannot be among the first; of the others the events are
-    laid out.
+    micro batch does), virtual stages, recomputation, micro batch and format that make it fastest; FP8 is
+    tried if `low`. `batch` has the flags `global_bsz` and `seq_len`. `make(flags, script, gpus)` makes a
+    step of flags, or raises UsageError. A bound on the time sorts out what cannot be among the first; of
+    the others the events are laid out.
     """
     limit, rough = (1 - FREE) * gpu.memory_gib * 2**30, []
     lost: collections.Counter[str] = collections.Counter()
@@ -135,7 +135,7 @@ def search(
         if estimate_memory(least).on_device(gpus) > limit:
             lost["does not fit with 1/1 recomputed"] += 1
             continue
-        formats = ({}, {"use_fp8": True}) if gpu.fp8_tflops else ({},)
+        formats = ({}, {"use_fp8": True}) if gpu.fp8_tflops and low else ({},)
         for recomputed, number_format in itertools.product(RECOMPUTED, formats):
             options = {**flags, **number_format, **recomputed}
             size = _largest(options, script, gpus, limit, make)
@@ -218,7 +218,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
             args, has = changed(pt_compile=True, **flags), (gpu.memory_gib, gpu.native_amp)
             return plan_by(wanted.trainer_words, args, script, n, gpu.platform, config, *has).work
 
-        best, tried, lost = search(config, gpu, gpus, sizes, make)
+        best, tried, lost = search(config, gpu, gpus, sizes, make, "amp" not in given)
         enough |= bool(best)
         if wanted.json:
             layouts = [

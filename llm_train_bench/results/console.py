@@ -83,7 +83,7 @@ class ProgressDisplay:
             figures = f"loss {step.loss:.4f}  {figures}"
         if self.peak_tflops and self.flops_per_token:
             tflops = rate * self.flops_per_token / 1e12
-            figures += f"  {tflops:,.1f} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
+            figures += f"  {tflops:,.4g} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
         name = PHASES[step.phase]
         if self.bar is not None:
             self.bar.update(self.task, completed=done, description=name, figures=figures)

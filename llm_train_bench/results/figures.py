@@ -221,8 +221,8 @@ def fill_flop_rates(result: Result, palm: float, causal: float | None) -> None:
     tflops, causal_tflops = rate * palm / 1e12, None if causal is None else rate * causal / 1e12
     m.model_tflops_per_gpu, m.model_tflops_per_gpu_causal = tflops, causal_tflops
     if (peak := d.peak_bf16_tflops) is None:
-        cpu = ", and benchmarks/gemm.py measures it" if d.type == "cpu" else ""
-        gives = result.argument("peak_tflops")
+        cpu = ", and benchmarks/gemm.py measures it with as many threads" if d.type == "cpu" else ""
+        gives = "--peak-tflops" if result.ours else "an entry in your hardware.json"
         result.remark(f"mfu is null: no known peak for {d.name!r}; {gives} gives one{cpu}")
         return
     m.mfu, m.mfu_causal = tflops / peak, None if causal_tflops is None else causal_tflops / peak

@@ -220,10 +220,7 @@ def pause_remark(step_times_s: list[float]) -> Iterator[tuple[str, str]]:
     longest, usual = max(step_times_s, default=0.0), statistics.median(step_times_s or [0.0])
     if longest > 5 * usual and longest - usual > 0.1 * sum(step_times_s):
         text = f"one step took {longest:.2f} s, {longest / usual:.0f} times the median"
-        yield (
-            text,
-            "a pause or a stalled loader? a Meter leaves out what is in `with meter.paused():`",
-        )
+        yield text, "look for slow data, or an evaluation or a save among the measured steps"
 
 
 def _disturbances(r: "Result") -> Iterator[tuple[str, str]]:

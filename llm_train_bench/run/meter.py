@@ -4,11 +4,13 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -40,6 +42,7 @@ OWN_ARGS = {*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script"}
 # Libraries with training loops of their own, which a result names if they are loaded.
 LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
 NEW, BETWEEN, IN_STEP, ENDED = "not started", "between two steps", "inside a step", "at its end"
+SEED = re.compile(r"--seed(=.*)?")
 Count = Annotated[int, Field(ge=1, le=10**15)]
 Setting = bool | int | FiniteFloat | str | None
 
@@ -55,6 +58,12 @@ class MeterStep:
     lr: float | None = None
     tokens: Annotated[int, Field(ge=0)] | None = None
     seq_len: Count | None = None
+
+
+def without_seed(words: list[str]) -> list[str]:
+    """A command line without `--seed N`, in which repeats of a setting differ."""
+    pairs = zip(["", *words], words, strict=False)
+    return [word for before, word in pairs if before != "--seed" and not SEED.fullmatch(word)]
 
 
 class _LoopRecord(RunRecord):
@@ -141,14 +150,17 @@ class Meter:
         if Path(run_name).name != run_name or run_name == ".." or "\\" in run_name:
             raise ValueError(f"Meter: run_name={run_name!r}: must be the name of one directory")
         output["output_dir"] = os.fspath(output.get("output_dir", "runs"))
+        if unknown := output.keys() - {field.name for field in fields(OutputFlags)}:
+            raise TypeError(f"Meter: {min(unknown)!r} is not an argument of a Meter")
         flags = TypeAdapter(OutputFlags).validate_python(vars(OutputFlags(**output)))
         ranks = joined_ranks()
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cuda", "cpu"):
             raise ValueError(f"Meter: device={device}: must be the CPU or the current GPU")
         if settings is None:  # for people; the digest is of all words, which may hold keys
-            digest = provenance.digest_of(json.dumps(sys.argv[1:]))[:8]
-            settings = {"command": f"{' '.join(shown_command(sys.argv[1:]))} ({digest})"}
+            words = without_seed(sys.argv[1:])
+            digest = provenance.digest_of(json.dumps(words))[:8]
+            settings = {"command": f"{' '.join(shown_command(words))} ({digest})"}
         shape = None if config is None else load_config(config)
         name = name or (shape.name if shape else Path(sys.argv[0]).stem or "model")
         model = ModelInfo(name=name, hash=provenance.digest_of(f"{name} {flops_per_token}"))
@@ -244,6 +256,8 @@ class Meter:
             if self._state == IN_STEP and len(self._told) >= every:
                 self._finish_step()
                 self._told = []
+            elif self._n < self._window_end:
+                self._record.log.mark(REST)
         except BaseException as error:
             self._told = []
             self._trace.__exit__(type(error), error, None)
@@ -287,7 +301,7 @@ class Meter:
         tokens = [step.tokens for step in self._told if step.tokens is not None]
         total = sum(tokens) if tokens else record.result.batch.tokens_per_step
         if not total:
-            raise ValueError(f"Meter: tokens={total}: give tokens_per_step, or set the step's")
+            raise ValueError(f"Meter: tokens={total}: give tokens_per_step, or set step.tokens")
         record.lengths |= {step.seq_len for step in self._told} - {None}
         record.result.loss_known |= loss is not None
         if in_window and profiler_is_on():
@@ -305,7 +319,8 @@ class Meter:
     def _close_window(self) -> None:
         self._record.close_window()
         if any(gather(self._record.ranks, self._paused)):
-            self.result.remark("paused in the window", "invalid")
+            advice = "evaluate and save in the warm-up, or after the measured steps"
+            self.result.remark("paused in the window", "invalid", advice)
 
     def _stop_with_process(self, last_error: BaseException | None) -> None:
         error = getattr(sys, "last_value", None)

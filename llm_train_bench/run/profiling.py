@@ -171,7 +171,8 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     for text, advice in fallbacks(trace, steps_optimizer=work.pass_type == "step"):
         result.remark(text, advice=advice)
     if "math" in ran and asked == "auto":
-        advice = "use a head size that the fused kernels have, or a newer GPU or PyTorch"
+        fused = "no dropout of attention, a head size that the fused kernels have, or a newer GPU"
+        advice = f"fused kernels need {fused} or PyTorch"
         result.remark("fallback: attention in plain matmuls (math)", "information", advice)
     update = "update PyTorch and its libraries; docs/METRICS.md explains `observed`"
     if asked != "auto" and ran - {asked}:

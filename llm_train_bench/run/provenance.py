@@ -196,7 +196,7 @@ LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger
 SETTINGS = tuple(
     "CUDA_ HIP_ ROCR_ NCCL_ RCCL_ GLOO_ TORCH_ TORCHINDUCTOR_ PYTORCH_ NVTE_ OMP_ MKL_ KMP_ CUBLAS "
     "ROCBLAS_ HIPBLASLT_ DISABLE_ADDMM_ HSA_ CK_ TRITON_ GPU_MAX_HW_QUEUES FI_ OFI_NCCL_ UCX_ RDMAV_ "
-    "SLURM_JOB_ID".split()
+    "ONEDNN_ SLURM_JOB_ID".split()
 )
 # What launchers set for ranks on one machine; it says nothing of a run.
 LAUNCHED = {
@@ -262,11 +262,19 @@ def source_revision() -> dict[str, str | bool | None]:
             "git_dirty": None,
         }
     changes = output_of(
-        *git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!configs/roofs.json"
+        *git,
+        "status",
+        "--porcelain",
+        "--",
+        "*.py",
+        "model",
+        "llm_train_bench",
+        "configs",
+        ":!configs/roofs.json",
     )
     revision = {"git_sha": sha, "git_dirty": bool(changes)}
     if changes:  # two edits of one commit are two programs
-        edit = output_of(*git, "diff", "HEAD", "--", ".", ":!benchmarks/results") or ""
+        edit = output_of(*git, "diff", "HEAD", "--", "*.py", "model", "llm_train_bench") or ""
         revision["git_diff"] = hashlib.sha256((changes + edit).encode()).hexdigest()[:10]
     return revision
 

@@ -380,8 +380,8 @@ class ProfileFlags:
         cudaProfilerApi).
     nsys_end: First step after the captured ones.
     no_observe: Do not trace an extra step at the end to observe which kernels ran.
-    memory_snapshot: Record the allocator's history of the warm-up in memory.pickle, for PyTorch's
-        memory viewer.
+    memory_snapshot: Print the memory of a step by kind. On a GPU also record the allocator's history
+        of the warm-up in memory.pickle, for PyTorch's memory viewer.
     peak_tflops: Dense BF16 peak of a device that configs/hardware.json does not list [TFLOP/s].
     usd_per_hour: Price of one device [US$/h], for usd_per_million_tokens.
     """

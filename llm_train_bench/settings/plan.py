@@ -140,7 +140,7 @@ class Plan:
         if self.platform == "cpu" or (need := self.needs(self.work) / 2**30) <= memory_gib:
             return self
         needs = f"this needs an estimated {need:,.1f} GiB, and the GPU has {memory_gib:,.1f}"
-        note = f"memory may not suffice: {needs}; --bsz auto finds the largest batch that fits"
+        note = f"memory may not suffice: {needs}; estimate.py suggests what would fit"
         return dataclasses.replace(self, notes=(*self.notes, note))
 
     @property
