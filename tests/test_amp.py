@@ -174,9 +174,7 @@ def test_a_sweep_s_rows_of_before_are_of_another_format(cpu_with):
     assert cell_key(explicit, 0).split("-")[2] not in before
 
 
-def test_ranks_agree_and_a_resumed_run_keeps_its_precision(
-    tmp_path, monkeypatch, refused, cpu_with
-):
+def test_ranks_agree_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, refused, cpu_with):
     monkeypatch.setattr(attempt, "broadcast", lambda ranks, value: "fp16")
     message = "--amp auto: rank 0 takes fp16, this rank bf16; set --amp"
     refused(train_main, message, TINY, "--output-dir", tmp_path / "x")

@@ -124,11 +124,8 @@ def test_scaling_is_relative_to_the_fewest_devices(runs_of, run_of, tmp_path, ou
     assert [(x["devices"], round(x["efficiency"], 2)) for x in alike] == [(1, 1), (2, 0.7)]
     assert "global-batch 2" in alike[0]["setting"] and alike[1]["low"] is None
     lines = [x for x in lines if x not in alike]
-    assert [(x["devices"], round(x["efficiency"], 2)) for x in lines] == [
-        (1, 1),
-        (2, 0.9),
-        (4, 0.8),
-    ]
+    found = {x["devices"]: round(x["efficiency"], 2) for x in lines}
+    assert found == {1: 1, 2: 0.9, 4: 0.8} and len(lines) == 3
     assert {x["setting"] for x in lines} == {"train_ddp.py, amp off, bsz 2, seq-len 32"}
     assert lines[0]["low"] is None and lines[1]["low"] < 0.9 < lines[1]["high"] < 0.93
     out = output_of(compare.main, [*paths, "--output-dir", tmp_path / "out"])
@@ -343,6 +340,17 @@ def test_what_is_unusable_is_left_out(changes, why, judged, output_of, baselines
     assert f"left out new: {why}" in out and baselines.read_text() == before
 
 
+def test_a_headline_is_sure_where_the_fastest_beats_every_other(runs_of, output_of):
+    a, b, c = (runs_of(x, speed) for x, speed in (("a", 1.0), ("b", 1.2), ("c", 1.202)))
+
+    def headline(*runs):
+        return re.search("Fastest: .*", output_of(compare.main, *runs))[0]
+
+    assert headline(a + b).endswith(", sure.")
+    assert "1.20x as fast as" in headline(a + b + c) and " may be as fast." in headline(a + b + c)
+    assert headline(a + b[:2]).endswith(", not sure: this needs 3 runs of each.")
+
+
 def test_nothing_passes_that_was_not_judged(judged, tmp_path, runs_of):
     """Baselines that nothing measured, results without a baseline; each can be allowed by its flag."""
     path = tmp_path / "b.json"
@@ -511,11 +519,9 @@ def test_a_report_says_where_runs_come_from_and_names_no_place(result, tmp_path,
         if file.name != "compare.csv":
             assert "2.11.0" in text and "580.1" in text and "train.py c.json --data x.bin" in text
     assert "alice" not in printed
-    assert not re.findall(r"(?:src|href|url|import)\b *[=(]", (out / "report.html").read_text())
-    lines = re.findall(
-        "<tr><td class=.text.>(.*?)</td><td class=.text.>(.*?)</td>",
-        (out / "report.html").read_text(),
-    )
+    page = (out / "report.html").read_text()
+    assert not re.findall(r"(?:src|href|url|import)\b *[=(]", page)
+    lines = re.findall("<tr><td class=.text.>(.*?)</td><td class=.text.>(.*?)</td>", page)
     assert lines[0][0] == "torch" and lines[0][1].count("; ") and ("driver", "580.1") in lines
 
 

@@ -314,9 +314,7 @@ def bf16_losses(tmp_path_factory):
 )
 def test_fp8_learns_as_bf16_does(backend, flags, tmp_path, bf16_losses):
     if backend == "te" and "--fp8-recipe" in flags:
-        te = fp8_te.import_te(
-            torch.device("cuda"), "--use-fp8"
-        )  # fails by design where it is absent
+        te = fp8_te.import_te(torch.device("cuda"), "--use-fp8")  # fails where it is absent
         try:
             fp8_te.make_recipe(te, flags.split()[-1])
         except UsageError as error:

@@ -204,10 +204,12 @@ def test_micro_batches_are_parts_of_a_step(every, tmp_path):
         for i in range(5 * every):
             with meter.step(every=every) as step:
                 step.loss, step.tokens = torch.tensor(float(i)), 8
+                time.sleep(0.02)
                 torch.ones(2).sum()
     r, steps = only_result(tmp_path), read_steps(tmp_path)
     assert r["status"] == "ok" and [s["tokens"] for s in steps] == 4 * [8 * every]
     assert [s["loss"] for s in steps] == [every * n + (every - 1) / 2 for n in range(4)]
+    assert sum(s["data_time_s"] for s in steps) < 0.4 * sum(s["step_time_s"] for s in steps)
     assert r["observed"] and r["batch"]["global_batch"] == 2 * every
 
 

@@ -210,8 +210,9 @@ def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: floa
     names = (name_by_itself(first).rpartition(": ") for first, *_ in stored.values())
     elsewhere = {name: device for device, _, name in names}
     for i, v in enumerate(verdicts):
-        if v.status == "NO BASELINE" and (device := elsewhere.get(v.name.rpartition(": ")[2])):
-            text = f"{v.text}; {baseline} has this setting on {device}"
+        here, _, name = v.name.rpartition(": ")
+        if v.status == "NO BASELINE" and elsewhere.get(name, here) != here:
+            text = f"{v.text}; {baseline} has this setting on {elsewhere[name]}"
             verdicts[i] = dataclasses.replace(v, text=text)
     places = {(r.hardware, r.n_gpus) for r in runs}
     for key, (first, *_) in stored.items():
