@@ -8,6 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from llm_train_bench.base.tables import markdown_table
 from llm_train_bench.results.metrics import FIELDS
 from llm_train_bench.settings.flags import GRAPH_MODES, Args, Script
 from llm_train_bench.settings.help_text import described_flags
@@ -16,7 +17,7 @@ from llm_train_bench.settings.rules import CONTRADICTIONS, FP8_RECIPES, TOGGLES,
 DOCS = Path(__file__).parent
 # A place for what code declares, between <!-- NAME --> and <!-- end -->.
 PLACE = re.compile(
-    r"(<!-- (fields|flags|combinations)(?:: (\w+))?(?: from (\w+))? -->\n).*?(<!-- end -->)",
+    r"(<!-- (fields|flags|combinations|console)(?:: (\w+))?(?: from (\w+))? -->\n).*?(<!-- end -->)",
     re.DOTALL,
 )
 
@@ -76,6 +77,14 @@ def field_list(section: str, names: list[str]) -> str:
     return "".join(lines)
 
 
+def console_table() -> str:
+    """The lines of a run's final table, and the fields in each."""
+    rows = [
+        (line, text.replace("{", "`").replace("}", "`")) for line, text in FIELDS["console"].items()
+    ]
+    return markdown_table(("line", "fields"), rows, left=("fields",))
+
+
 def flag_list() -> str:
     """Every flag of the training scripts in its group."""
     lines = []
@@ -93,6 +102,8 @@ def with_tables(page: str) -> str:
         head, kind, section, start, end = match.groups()
         if kind == "flags":
             return head + flag_list() + end
+        if kind == "console":
+            return head + console_table() + end
         if kind == "combinations":
             return f"{head}\n{combinations_table()}\n{end}"
         names = list(FIELDS[section])

@@ -338,7 +338,7 @@ def test_bad_use_is_an_error_that_says_where(tmp_path, monkeypatch):
     two_losses = pytest.raises((ValueError, RuntimeError), match=r"one element|2 elements")
     with two_losses, meter_of(tmp_path) as meter, meter.step() as step:
         step.loss = torch.zeros(2)
-    with pytest.raises(ValueError, match="give tokens_per_step, or set step.tokens"):
+    with pytest.raises(ValueError, match=r"give tokens_per_step, or set step\.tokens"):
         measure(tmp_path, tokens_per_step=None)
     with pytest.raises(ValueError, match="no such file"):
         Meter("no-model.json", **SMALL)
