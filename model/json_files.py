@@ -40,7 +40,7 @@ def plain_text(
 
 
 def shipped_config(name: str) -> str:
-    """The path of a config that comes with the project, of its name alone; other names unchanged."""
+    """The path of a config that comes with the project, by its name; other names unchanged."""
     ours = name.removesuffix(".json") in {path.stem for path in CONFIGS.glob("*.json")}
     if not ours or Path(name).exists():
         return name

@@ -99,7 +99,7 @@ class Keys:
         return config_keys.ACTIVATIONS[self.choice(key, config_keys.ACTIVATIONS, default)]
 
     def leftover(self) -> list[str]:
-        """Keys that nobody asked for."""
+        """Keys that were not read."""
         return [key for key in self.raw if key not in self.used]
 
     def refuse_unsupported(self) -> None:

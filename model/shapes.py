@@ -84,7 +84,7 @@ class Experts:
     """Experts are chosen from the best `groups_per_token` of these groups."""
     groups_per_token: int = 1
     correction: bool = False
-    """A number for each expert is added to its score for the choice alone (DeepSeek-V3)."""
+    """A number for each expert is added to its score only for the choice (DeepSeek-V3)."""
     correction_rate: float = 0.0
     """How far that number moves after a step, towards an equal load."""
     aux_loss: float = 0.0

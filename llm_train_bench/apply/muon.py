@@ -144,7 +144,7 @@ class Exchange:
             view.copy_(values.view(view.shape))
 
     def moved(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """Numbers in bf16 to and from the other ranks; a rank alone rounds them too."""
+        """Numbers in bf16 to and from the other ranks; a single rank rounds them too."""
         flat = flat.bfloat16()
         if self.ranks == 1:
             return flat

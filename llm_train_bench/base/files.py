@@ -24,7 +24,7 @@ def how_to_install(command: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole: whatever ends the process, and whoever else writes, it is old or new."""
+    """Write a file atomically: a reader sees the old file or the new one, also after a crash."""
     path = Path(os.path.realpath(path))  # a link stays one
     spare = path.with_name(f".llm-train-bench-{os.getpid()}-{secrets.token_hex(4)}.new")
     try:

@@ -36,7 +36,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """A measured figure in its unit; `reference` is None where nobody knows one.
+    """A measured figure in its unit; `reference` is None if it is unknown.
 
     `missing` says why there is no value. Only a workload's figure is judged: a kernel's rate explains.
     """
@@ -149,7 +149,7 @@ def estimated(r: Result, hardware: Hardware | None) -> Reference | None:
 
 
 def plan_of_result(r: Result, platform: Platform, memory_gib: float | None) -> Plan:
-    """The plan of a run, from its result alone; UsageError or ConfigError where there is none."""
+    """The plan of a run, only from its result; UsageError or ConfigError where there is none."""
     script = Script(r.entrypoint)
     flags = result_flags(r.args)
     words = [str(flags.pop("config", "config.json")), *to_argv(flags)]

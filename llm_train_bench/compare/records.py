@@ -1,4 +1,4 @@
-"""One training run as compare.py sees it, whoever ran it. Needs no torch."""
+"""One training run as compare.py sees it, of any suite. Needs no torch."""
 
 import math
 import re

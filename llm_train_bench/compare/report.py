@@ -102,7 +102,7 @@ COLUMNS = (
 
 
 def columns_of(members: Sequence[Compared]) -> list[Column]:
-    """The columns of which something is known in a group; its devices are GPUs, or devices on a CPU."""
+    """The columns with a known value in a group; its devices are GPUs, or devices on a CPU."""
     of_cpu = any(r.record.result and r.record.result.device.type == "cpu" for r in members)
     shown = [
         dataclasses.replace(c, head=c.head.replace("DEVICE", "device" if of_cpu else "GPU"))
@@ -205,7 +205,7 @@ def _run_facts(row: Compared, r: Record, differ: Sequence[str]) -> dict[str, Any
 
 
 def provenance(rows: list[Compared]) -> list[tuple[str, str]]:
-    """Name and values of each origin of the runs, what differs first; runs.csv says whose each is."""
+    """Name and values of each origin of the runs, what differs first; runs.csv has them by run."""
     runs = [r for row in rows for r in row.record.runs]
     lines = []
     for name in dict.fromkeys(name for r in runs for name in r.provenance):

@@ -68,7 +68,7 @@ def changed_settings(r: Record) -> dict[str, Any]:
 
 
 def identity(r: Record) -> str:
-    """Equal for repeats of one setting; a run whose flags nobody knows is a setting by itself."""
+    """Equal for repeats of one setting; a run with unknown flags is a setting by itself."""
     if r.arguments is None:
         return f"{r.path} {r.label}"
     settings = {public_name(k): public_value(k, v) for k, v in changed_settings(r).items()}
@@ -244,7 +244,7 @@ def settle(pairs: Sequence[tuple[Mean, Mean]], error: float = TABLE_ERROR) -> li
 
 
 def _chance(a: Mean, b: Mean) -> float:
-    """The chance of a difference like this by noise alone."""
+    """The chance of a difference like this from noise only."""
     margin, error, degrees = difference(a, b) or (0.0, 0.0, 1.0)
     return chance_of(margin / error, degrees) if error else float(margin == 0)
 

@@ -26,8 +26,8 @@ def _entries() -> dict[str, Any]:
 def find_trainer(words: str, fp8_recipe: str | None = None) -> Trainer:
     """The trainer that words name, as in `megatron recipe=25.11 zero=2`; UsageError for what is unknown.
 
-    A recipe's choices come on top of the trainer's, those of a recipe of FP8 (`with`) on top of these,
-    and what the words say on top of all.
+    Choices of a recipe replace the trainer's. Those of a recipe for FP8 (`with`) replace both, and the
+    words replace all.
     """
     name, *more = words.split() or [""]
     if name not in _entries():

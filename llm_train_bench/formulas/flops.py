@@ -119,7 +119,7 @@ def step_flops_per_token(work: Work, causal: bool) -> float:
 
 
 def _before_adapters(work: Work, lora: Lora, causal: bool | None) -> float:
-    """Multiply-adds per token of gradients that nobody needs, since no adapter comes before.
+    """Multiply-adds per token that are not needed, since no adapter comes before.
 
     Without those of attention if `causal` is None.
     """

@@ -22,7 +22,7 @@ SHARE_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """This rank's device for `auto`, `cuda` or `cpu`; UsageError where there is no such device."""
+    """This rank's device for `auto`, `cuda` or `cpu`; UsageError if it does not exist."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         built = torch.version.cuda or torch.version.hip

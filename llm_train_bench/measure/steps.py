@@ -162,7 +162,7 @@ class StepLog:
     def drain(self, keep: int = 0) -> None:
         """Hand on the steps that the device has finished, except the last `keep`."""
         self.last_drain = time.perf_counter()
-        # A step goes to all sinks or none. Python's signal handlers run in the main thread alone.
+        # A step goes to all sinks or none. Python's signal handlers run only in the main thread.
         main = threading.current_thread() is threading.main_thread()
         with self.guard() if main else contextlib.nullcontext():
             finished = []

@@ -82,7 +82,7 @@ class _AllToAllWait(torch.autograd.Function):
 
 
 class _ScatterAdd(torch.autograd.Function):
-    """Rows (R, d) added up in fp32 where `index` (R,) says, to (number, d); it keeps the index alone."""
+    """Rows (R, d) added up in fp32 where `index` (R,) says, to (number, d); it keeps only the index."""
 
     @staticmethod
     def forward(ctx, rows, index, number):

@@ -31,7 +31,7 @@ def boundary(work: Work, device: torch.device) -> Tensor:
 
 
 def reduce_in_last(stage: nn.Module, last: bool) -> None:
-    """Let FSDP reduce the gradients of a stage in the last backward of a step alone."""
+    """Let FSDP reduce the gradients of a stage only in the last backward of a step."""
     model = cast(FSDPModule, stage)
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)

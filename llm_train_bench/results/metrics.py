@@ -138,7 +138,7 @@ def metric_text(name: str, value: Any) -> str:
 
 
 def metric_rows(metrics: Metrics) -> list[tuple[str, str]]:
-    """Label and text of each line of the final table of which a metric is known."""
+    """Label and text of each line of the final table that has a known metric."""
     values, rows = metrics.model_dump(), []
     for label, template in FIELDS["console"].items():
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name]

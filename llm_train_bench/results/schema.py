@@ -213,7 +213,7 @@ class Result(Strict, Remarked):
         return self.entrypoint in set(Script)
 
     def argument(self, name: str) -> str:
-        """How whoever started the run knows an argument: by its flag, or in Python by its name."""
+        """An argument as the user knows it: its flag, or in Python its name."""
         return flag_of(name) if self.ours else name
 
     @model_validator(mode="after")

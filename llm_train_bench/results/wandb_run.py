@@ -41,7 +41,7 @@ class WandbRun:
             self.outcome = f"not tracked: {type(error).__name__}: {one_line(error)}"
 
     def _send(self, begun: Result, directory: Path) -> str:
-        """Offline where nobody is logged in: `wandb sync` sends the run later."""
+        """Offline without a login: `wandb sync` sends the run later."""
         wandb = importlib.import_module("wandb")
         mode = os.environ.get("WANDB_MODE") or (None if wandb.api.api_key else "offline")
         device = begun.device.model_dump()

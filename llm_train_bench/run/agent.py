@@ -2,8 +2,8 @@
 
     python -m llm_train_bench.run.agent [torchrun's options] SCRIPT CONFIG [flags]
 
-is torchrun that passes signals on to the ranks, which may take their time to save, that says in one line
-and in the result what ended the run, and that exits with our codes.
+is torchrun with three changes. It passes signals on to the ranks, and waits while they save. It names in
+one line and in the result what ended the run. It exits with our codes.
 """
 
 import argparse

@@ -20,8 +20,8 @@ End = Callable[[BaseException, float], None]
 class HangWatch:
     """Calls `end` from a thread, with an error and its time, if the main thread hangs.
 
-    It hangs if a step lasts too long, or if it does not call `close` soon after a signal, or after
-    `broken` reports an error of the collectives. Make this in the main thread.
+    It hangs if a step lasts too long. It also hangs if it does not call `close` soon after a signal, or
+    after `broken` reports an error of the collectives. Make this in the main thread.
     """
 
     PATIENCE_S = 3.0

@@ -50,7 +50,7 @@ class UniqueKeys(yaml.SafeLoader):
 
 
 def _plain_int(loader: UniqueKeys, node: yaml.ScalarNode) -> int:
-    """YAML 1.1 reads 010 as eight and 1:30 as ninety; nobody who writes them means that."""
+    """YAML 1.1 reads 010 as eight and 1:30 as ninety; no author means that."""
     if not re.fullmatch(r"[+-]?(0|[1-9]\d*)", node.value):
         why = f"{node.value} is not a plain number; quote what is a text"
         raise yaml.MarkedYAMLError(None, None, why, node.start_mark)

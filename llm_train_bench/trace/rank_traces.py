@@ -1,7 +1,7 @@
 """The traces of all ranks of a run: who is late, and who waits for whom. Needs no torch.
 
-Clocks of ranks are not compared. Within one collective all ranks end together, so the one whose call is
-shortest came last, and the others waited for it by as much as theirs are longer.
+Clocks of ranks are not compared. All ranks end a collective together, so the one with the shortest call
+came last. The others waited for it, by as much as their calls are longer.
 """
 
 import dataclasses

@@ -213,7 +213,7 @@ def read_trace(path: str | Path) -> Trace:
             f"GPU {gpu[0].device} is shown, the busiest of {1 + len(others)}; the others worked "
             f"{sum(others) / max(1e-9, _busy(gpu)):.0%} as long"
         )
-    # By name alone: on ROCm the number of an activity's device is not the one in this list.
+    # Only by name: on ROCm the number of an activity's device is not the one in this list.
     listed = header.get("deviceProperties")
     names = {
         printable(d["name"])
@@ -310,7 +310,7 @@ def _content(path: Path) -> tuple[list[Any], dict[str, Any]]:
         raise UsageError(f"{path}: cannot be read: {reason}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: is not JSON ({error}); was the trace cut off?") from None
-    # The format's other form has the events alone.
+    # The format's other form has only the events.
     header = content if isinstance(content, dict) else {"traceEvents": content}
     events = header.pop("traceEvents", None)
     if not isinstance(events, list):

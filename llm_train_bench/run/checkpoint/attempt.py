@@ -109,7 +109,7 @@ def newest_good(checkpoints: Sequence[Path], refused: list[str]) -> tuple[Path, 
 
 @dataclasses.dataclass
 class Start:
-    """Where a run starts: its directory, its attempts, of which it is the last, and its checkpoint."""
+    """Where a run starts: its directory, its attempts (it is the last), and its checkpoint."""
 
     directory: Path
     training: dict[str, str]
