@@ -119,8 +119,8 @@ def search(
 
     A layout is one of tp, ep, pp and replicas, with the other settings that make it fastest: cp, virtual
     stages, recomputation, micro batch and format (FP8 if `low`). `batch` has the flags `global_bsz` and
-    `seq_len`. `make(flags, script, gpus)` makes a step of flags, or raises UsageError. A bound on the time
-    sorts out what cannot be among the first. The events of the others are laid out.
+    `seq_len`. `make(flags, script, gpus)` makes a step of flags, or raises UsageError. A bound on the
+    time sorts out what cannot be among the first. The events of the others are laid out.
     """
     limit, rough = (1 - FREE) * gpu.memory_gib * 2**30, []
     lost: collections.Counter[str] = collections.Counter()
