@@ -544,7 +544,7 @@ def test_a_run_that_may_not_fit_starts_with_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "share_of_memory_gib", lambda device, ranks: 0.1)
     run = trained(tmp_path, RUN, "--bsz 2 --warmup-seconds 0")
     (note,) = (text for text in remark_texts(run) if "memory may not suffice" in text)
-    assert "the GPU has 0.1; --bsz auto finds" in note
+    assert "the GPU has 0.1; estimate.py suggests" in note
 
 
 @pytest.mark.parametrize("script", ["train.py", "train_ddp.py"])
