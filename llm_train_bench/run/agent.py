@@ -59,9 +59,9 @@ def run_agent(options: argparse.Namespace) -> int:
         return agents[-1]
 
     with contextlib.ExitStack() as stack:
-        private = str(stack.enter_context(private_directory()))
         handler = pass_on_signals(agents, sent)
         stack.enter_context(handled_by(handler, (*ENDING, signal.SIGUSR1)))
+        private = str(stack.enter_context(private_directory()))
         api.__dict__["LocalElasticAgent"] = build_agent
         os.environ |= {PARENT: str(os.getpid()), MEETING: private}
         options.log_dir = options.log_dir or private

@@ -127,6 +127,7 @@ class StopRequest:
 def guarded(body: Callable[[], int | None], prog: str, ranks: Ranks = ALONE) -> int:
     """The exit code of `body`; whatever happens in it becomes one line and a code (failures.Ending)."""
     start.imported()
+    code = None
     try:
         with handled_by(end_at_first):
             try:
@@ -135,7 +136,7 @@ def guarded(body: Callable[[], int | None], prog: str, ranks: Ranks = ALONE) -> 
                 code = report_ending(error, prog, ranks)
     # As the handlers are set or taken away, or before the report of an error.
     except (KeyboardInterrupt, Interrupted) as late:
-        code = report_ending(late.__context__ or late, prog, ranks)
+        code = report_ending(late.__context__ or late, prog, ranks) if code is None else code
     if start.is_script():  # a process group of lost ranks, or a save that was given up, would wait
         sys.stdout.flush()
         os._exit(code)
