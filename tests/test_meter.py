@@ -335,7 +335,7 @@ def test_bad_use_is_an_error_that_says_where(tmp_path, monkeypatch):
     message = "exists already; nothing was touched, choose another run_name or"
     with pytest.raises(UsageError, match=message):
         meter_of(tmp_path, run_name="once").start()
-    two_losses = pytest.raises((ValueError, RuntimeError), match=r"one element|2 elements")
+    two_losses = pytest.raises((ValueError, RuntimeError), match=r"input of size 2")
     with two_losses, meter_of(tmp_path) as meter, meter.step() as step:
         step.loss = torch.zeros(2)
     with pytest.raises(ValueError, match=r"give tokens_per_step, or set step\.tokens"):
@@ -529,7 +529,7 @@ def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):
     ("tokens", np.int64(64), 0), ("tokens", torch.tensor(64), 0), ("tokens", 0, 1), ("tokens", 2.5, 1),
     ("tokens", -5, 1), ("tokens", "x", 1), ("lr", np.float32(0.5), 0), ("lr", torch.tensor(0.5), 0),
     ("lr", [0.1], 1), ("lr", torch.zeros(2), 1), ("loss", "abc", 1), ("loss", [1.0], 1),
-    ("loss", torch.ones(1) * 1j, 1), ("loss", 10**400, 1), ("seq_len", np.int32(8), 0),
+    ("loss", 10**400, 1), ("seq_len", np.int32(8), 0),
     ("seq_len", 1.5, 1),
     ("loss", np.float64(2), 0), ("loss", torch.ones(1, 1, requires_grad=True), 0), ("lr", None, 0),
 ])  # fmt: skip

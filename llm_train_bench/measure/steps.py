@@ -111,18 +111,17 @@ class StepLog:
         phase: str,
         lr: float | None,
         tokens: int,
-        values: Tensor | float | None,
+        values: Tensor | None,
         norm: Tensor | None = None,
         last: str = "optimizer",
     ) -> None:
         """End the step: send its values to the CPU without waiting, and hand on what has passed.
 
-        `values` are the loss and, if the run saves, the stop request; a loss that the host knows may be a
-        number. None where they are unknown.
+        `values` are the loss and, if the run saves, the stop request; None where the loss is unknown.
         `norm` is the gradient's. `last` is the part that ends here; REST says that the step's parts are
         unknown, except those that were marked.
         """
-        if isinstance(values, Tensor):
+        if values is not None:
             begin, end = 1, 1 + len(values)
             if norm is not None:
                 # If gradients are offloaded to the CPU, their norm is there too.
@@ -131,8 +130,8 @@ class StepLog:
         self.mark(last)
         known: dict[str, Any] = {"step": step, "phase": phase, "lr": lr, "tokens": tokens}
         known["at"] = round(wall_clock(), 6)
-        if not isinstance(values, Tensor):
-            known["loss"] = values
+        if values is None:
+            known["loss"] = None
         if norm is None:
             known["grad_norm"] = None
         if phase != "measure":

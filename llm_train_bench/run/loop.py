@@ -100,8 +100,6 @@ def measure(
                 run.close_window()
                 fill_imbalance(run, imbalance_since(rows, model))
                 run.log.start()
-            for watcher in captures:
-                watcher.write(step)
             if step % 1000 == 999:
                 gc.collect(0)  # so that a long run does not leak; takes microseconds
         run.end_steps()

@@ -17,7 +17,6 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from pydantic import Field, FiniteFloat, TypeAdapter, validate_call
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
 from llm_train_bench.base.errors import Incomplete, Interrupted
 from llm_train_bench.base.redaction import shown_command
@@ -43,6 +42,7 @@ OWN_ARGS = {*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script"}
 LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
 NEW, BETWEEN, IN_STEP, ENDED = "not started", "between two steps", "inside a step", "at its end"
 SEED = re.compile(r"--seed(=.*)?")
+DIRECTORY = r"^[^./\\][^/\\]*$"
 Count = Annotated[int, Field(ge=1, le=10**15)]
 Setting = bool | int | FiniteFloat | str | None
 
@@ -131,6 +131,7 @@ class Meter:
         n_steps: Annotated[int, Field(ge=1, le=10**7)] = 50,
         name: str | None = None,
         device: Any = None,
+        run_name: Annotated[str, Field(pattern=DIRECTORY)] | None = None,
         **output: Any,
     ):
         """What is measured; docs/PYTHON.md has more. ValueError or TypeError for what cannot be used.
@@ -142,13 +143,10 @@ class Meter:
         settings: What tells this run from others of the script. By default its command line.
         name: The model's name. By default that of the config.
         device: By default the current GPU, or the CPU where there is none.
-        output: output_dir, run_name, no_tensorboard, track and quiet, as the flags of train.py.
+        run_name, output: run_name, output_dir, no_tensorboard, track and quiet, as of train.py.
         """
         if own := OWN_ARGS & set(settings or ()):
             raise ValueError(f"Meter: settings: {min(own)!r} is set by another argument")
-        run_name = output.get("run_name") or "x"
-        if Path(run_name).name != run_name or run_name == ".." or "\\" in run_name:
-            raise ValueError(f"Meter: run_name={run_name!r}: must be the name of one directory")
         output["output_dir"] = os.fspath(output.get("output_dir", "runs"))
         if unknown := output.keys() - {field.name for field in fields(OutputFlags)}:
             raise TypeError(f"Meter: {min(unknown)!r} is not an argument of a Meter")
@@ -169,7 +167,7 @@ class Meter:
         # The end of the default name tells apart those of one second.
         run_id = uuid.uuid4().hex
         usual = f"{provenance.default_name(name, {})}-{run_id[:4]}"
-        run_name, run_id = on_main(ranks, lambda: (flags.run_name or usual, run_id))
+        run_name, run_id = on_main(ranks, lambda: (run_name or usual, run_id))
         result = provenance.begin_result(
             f"Meter in {Path(sys.argv[0] or 'python').name}",
             {"n_steps": n_steps, "warmup_steps": warmup_steps, **settings},
@@ -294,10 +292,8 @@ class Meter:
             return
         losses = [step.loss for step in self._told if step.loss is not None]
         loss: Any = sum(losses[1:], losses[0]) / len(losses) if losses else None
-        if isinstance(loss, Tensor) and loss.is_cuda:  # read once the GPU has passed the step
-            loss = loss.detach().reshape(1)
-        elif loss is not None:
-            loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        if loss is not None:  # read once the device has passed the step
+            loss = torch.as_tensor(loss).detach().reshape(1)
         tokens = [step.tokens for step in self._told if step.tokens is not None]
         total = sum(tokens) if tokens else record.result.batch.tokens_per_step
         if not total:

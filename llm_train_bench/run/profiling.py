@@ -70,7 +70,10 @@ class TorchCapture:
         self.profiler.start()
 
     def after(self, step: int) -> None:
-        """End the step in the trace; the captured ones begin and end with an idle device."""
+        """End the step in the trace, and write all of it after the last one.
+
+        The captured steps begin and end with an idle device.
+        """
         if not self.first <= step < self.steps.stop:
             return
         if step + 1 in (self.steps.start, self.steps.stop):
@@ -80,11 +83,9 @@ class TorchCapture:
         self.profiler.step()
         if step == self.steps[-1]:
             self.profiler.stop()
+            self._write()
 
-    def write(self, step: int) -> None:
-        """Write everything after the last captured step. If the window ended there it is closed."""
-        if step != self.steps[-1]:
-            return
+    def _write(self) -> None:
         # The name that TensorBoard's profiler plugin looks for.
         path = self.run.directory / f"trace/rank{self.run.ranks.rank}.pt.trace.json.gz"
         path.parent.mkdir(exist_ok=True, parents=True)
@@ -215,11 +216,7 @@ class NsysCapture:
             synchronize(self.run.device)
             self.ranges.close()
             _profiler_api(start=False)
-
-    def write(self, step: int) -> None:
-        """Nothing is written here, but the pause after the last step is not a part of the next."""
-        if step == self.steps[-1]:
-            self.run.start_together()
+            self.run.start_together()  # the pause is not a part of the next step
 
 
 def _profiler_api(start: bool) -> None:

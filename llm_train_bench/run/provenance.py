@@ -257,24 +257,13 @@ def source_revision() -> dict[str, str | bool | None]:
     sha = output_of(*git, "rev-parse", "HEAD") if (ROOT / ".git").exists() else None
     if not sha:
         built_from = os.environ.get("BENCH_GIT_SHA")
-        return {
-            "git_sha": None if built_from == "unknown" else built_from or None,
-            "git_dirty": None,
-        }
-    changes = output_of(
-        *git,
-        "status",
-        "--porcelain",
-        "--",
-        "*.py",
-        "model",
-        "llm_train_bench",
-        "configs",
-        ":!configs/roofs.json",
-    )
+        built_from = None if built_from == "unknown" else built_from or None
+        return {"git_sha": built_from, "git_dirty": None}
+    program = "--", "*.py", "model", "llm_train_bench"
+    changes = output_of(*git, "status", "--porcelain", *program, "configs", ":!configs/roofs.json")
     revision = {"git_sha": sha, "git_dirty": bool(changes)}
     if changes:  # two edits of one commit are two programs
-        edit = output_of(*git, "diff", "HEAD", "--", "*.py", "model", "llm_train_bench") or ""
+        edit = output_of(*git, "diff", "HEAD", *program) or ""
         revision["git_diff"] = hashlib.sha256((changes + edit).encode()).hexdigest()[:10]
     return revision
 
