@@ -295,10 +295,10 @@ def test_whatever_ends_a_process_all_steps_are_kept(name, with_statement, tmp_pa
 
 def test_runs_without_settings_are_repeats_if_their_words_are_equal(tmp_path, monkeypatch):
     keys = []
-    for i, argv in enumerate(("a.py --lr 1", "a.py --lr 1", "a.py --lr 2")):
-        monkeypatch.setattr(sys, "argv", argv.split())
+    for i, words in enumerate(("", "--seed 3", "--seed=4", "--seeds 5")):
+        monkeypatch.setattr(sys, "argv", ["a.py", "--lr", "1", *words.split()])
         keys.append(identity(*records_of(measure(tmp_path, run_name=f"r{i}"))))
-    assert keys[0] == keys[1] != keys[2]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
 
 
 @pytest.mark.parametrize("options, error", [
