@@ -101,6 +101,18 @@ def rows_of(*paths, tokens=None, prices=NONE, **options):
     return {r.record.label: r for r in compare_records(records, prices, tokens, **options)}
 
 
+def test_a_name_is_of_one_setting_and_an_mfu_of_one_peak(run_of, tmp_path):
+    peaks = enumerate((1.0, 1.0, 2.0))
+    runs = [run_of(f"{i}", metrics__mfu=0.5, device__peak_bf16_tflops=peak) for i, peak in peaks]
+    for chosen, mfu in ((runs[:2], 0.5), (runs, None)):
+        assert [row.record.mfu for row in rows_of(*chosen).values()] == [mfu]
+    for place in "ab":
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "other.json").write_text(json.dumps(SUITE))
+    rows = compare_records(records_of(tmp_path / "a", tmp_path / "b"), NONE, None)
+    assert [row.record.setting for row in rows] == ["other (other #1)", "other (other #2)"]
+
+
 def test_scaling_is_relative_to_the_fewest_devices(runs_of, run_of, tmp_path, output_of):
     """Of one setting: with other flags, another model or conditions a line is of its own."""
     ddp = {"entrypoint": "train_ddp.py"} | SAME

@@ -293,11 +293,11 @@ def test_a_plan_s_best_is_what_the_estimate_says_of_it(output_of, estimated):
     rates = [int(row[1].replace(",", "")) for row in rows]
     assert len(rows) == 10 and rates == sorted(rates, reverse=True)
     # Ten layouts: one with another --cp is none; and no cost of an unknown number of tokens.
-    assert (
-        len({re.sub(r"--(?!tp|ep|pp |dp)\S+( [\d/a-z]+)?", "", row[0]).strip() for row in rows})
-        == 10
-    )
+    layouts = {re.sub(r"--(?!tp|ep|pp |dp)\S+( [\d/a-z]+)?", "", row[0]).strip() for row in rows}
+    assert len(layouts) == 10
     assert "days" not in text and "US$" not in text
+    exact = output_of(estimate.main, f"{base} --gpu h100 --plan --amp bf16")
+    assert "--use-fp8" in first and "--use-fp8" not in exact
     assert all(float(row[2]) <= 0.9 * 79.1 for row in rows)
     script, *flags = rows[0][0].split()
     kind = {"train_ddp.py": "ddp", "train_fsdp.py": "fsdp", "train_pp.py": "pp"}[script]
