@@ -9,12 +9,12 @@ from typing import Any
 from llm_train_bench import __version__
 from llm_train_bench.base.redaction import shown_path
 from llm_train_bench.base.tables import grouped
-from llm_train_bench.compare import charts, report
+from llm_train_bench.compare import report
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.scaling import relative, scaling
 
-# Settings with a colour, and runs that a row names.
-COLOURS, MOST_RUNS = 8, 100
+# Settings with a colour and with a bar, and runs that a row names.
+COLOURS, MOST_BARS, MOST_RUNS = 8, 20, 100
 HOW_TO_READ = """
 A row is a setting, named by its differences from the others; its speed is the mean over its runs.
 The column "to reference" compares tokens/s per device with the reference's; --reference chooses another.
@@ -64,20 +64,32 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _section(name: str, members: list[Compared]) -> str:
-    """A group: its answer, its charts, and the table of its settings."""
+    """A group: its answer, a bar of each setting's speed, and the table of its settings."""
     members = sorted(members, key=report.by_speed)
     compared = [row for row in members if row.is_reference or not row.not_compared]
     colours = {id(row): f"var(--c{i})" for i, row in enumerate(compared[:COLOURS])}
-    drawn = [(row, colours[id(row)]) for row in compared[:COLOURS]]
-    fastest = sorted(compared, key=lambda row: -(row.record.tokens_per_sec_per_gpu or 0.0))
-    bars = charts.speed_bars([(row, colours.get(id(row), "var(--grey)")) for row in fastest])
-    panels = charts.speed_against_memory(drawn) + charts.loss_curves(drawn)
     shared = f'<p class="soft">All: {escape(members[0].shared)}</p>' if members[0].shared else ""
     best = f'<p class="headline">{escape(report.headline(members))}</p>'
-    return "\n".join([
-        f"<section><h2>{escape(name)}</h2>", shared, best, bars,
-        _table(members, colours), f'<div class="panels">{panels}</div></section>',
-    ])  # fmt: skip
+    parts = shared, best, _speed_bars(compared, colours), _table(members, colours)
+    return "\n".join([f"<section><h2>{escape(name)}</h2>", *parts, "</section>"])
+
+
+def _speed_bars(members: Sequence[Compared], colours: dict[int, str]) -> str:
+    """A bar for each setting, the fastest first, from 0, with a mark for each of its runs."""
+    rated = [(r, rate, colours.get(id(row), "var(--grey)")) for row in members
+             if (rate := (r := row.record).tokens_per_sec_per_gpu)]  # fmt: skip
+    rated.sort(key=lambda bar: -bar[1])
+    most = max((max([rate, *r.rates]) for r, rate, _ in rated), default=0.0)
+    parts = []
+    for r, speed, colour in rated[:MOST_BARS]:
+        marks = (f'<i style="left:{100 * rate / most:.2f}%"></i>' for rate in r.rates[:30])
+        bar = f'<b style="width:{100 * speed / most:.2f}%;background:{colour}"></b>'
+        parts.append(
+            f'<span class="name">{escape(r.setting)}</span><span class="track">{bar}{"".join(marks)}'
+            f"</span><span>{speed:,.0f}</span>"
+        )
+    more = f"<p>{n} slower settings: below</p>" if (n := len(rated) - MOST_BARS) > 0 else ""
+    return f'<div class="bars">{"".join(parts)}</div>{more}' if len(parts) > 1 else ""
 
 
 def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
