@@ -4,7 +4,6 @@ For tests of your own: `assert_no_regression`.
 """
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Collection, Sequence
@@ -12,12 +11,12 @@ from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.tables import grouped, markdown_cell, markdown_table, number
+from llm_train_bench.base.tables import grouped, markdown_cell, markdown_table
 from llm_train_bench.compare.find_results import read_records, without_copies
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts, Record
-from llm_train_bench.compare.setting import compare_speed, identity, name_by_itself, unlike_limits
-from llm_train_bench.formulas.time_statistics import NORMAL, Mean, mean_of, student_t
+from llm_train_bench.compare.setting import identity, name_by_itself, unlike_limits
+from llm_train_bench.formulas.time_statistics import NORMAL, Mean, difference, mean_of, student_t
 from llm_train_bench.results.remarks import drift_remark
 
 # Beyond this much faster, a run probably does less than it did.
@@ -26,7 +25,7 @@ PLAUSIBLE_GAIN = 0.25
 WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
 # Chosen by simulation (docs/COMPARE.md): a loss of 2 % beyond the tolerance passes in under 1 % of
 # cases, and no loss is called one in under 1 %.
-CONFIDENCE = dict(faster=0.99, slower=0.93)
+SURELY_OK, SURELY_SLOWER = 0.99, 0.93
 MOST_RUNS = 30
 
 
@@ -49,14 +48,12 @@ class Figures:
 class Verdict:
     """A setting against its baseline: `ok`, one of `WORSE`, `UNCERTAIN`, or why nothing was judged.
 
-    `name` says the setting in words. `now` and `was` are None where there are no figures.
+    `name` says the setting in words.
     """
 
     status: str
     name: str
     text: str = ""
-    now: Figures | None = None
-    was: Figures | None = None
 
     @property
     def line(self) -> str:
@@ -110,8 +107,15 @@ def figures_of(runs: Sequence[Record]) -> Figures:
 
 def answer(now: Mean, was: Mean, tolerance: float) -> str:
     """`ok` if the loss is surely within the tolerance, `SLOWER` if surely beyond, else `UNCERTAIN`."""
-    names = {"faster": "ok", "slower": "SLOWER", "uncertain": "UNCERTAIN"}
-    return names[compare_speed(now, was, **CONFIDENCE, bound=1 - tolerance)]
+    part = 1 - tolerance
+    bound = dataclasses.replace(was, value=part * was.value, std=part * was.std)
+    gap = difference(now, bound)
+    if gap is None:
+        return "UNCERTAIN"
+    margin, error, degrees = gap
+    if margin + student_t(SURELY_SLOWER, degrees) * error < 0:
+        return "SLOWER"
+    return "ok" if margin >= student_t(SURELY_OK, degrees) * error else "UNCERTAIN"
 
 
 def what_settles(now: Mean, was: Mean, tolerance: float) -> str:
@@ -134,19 +138,18 @@ def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) 
     if not usable:
         return Verdict("UNUSABLE, left out", setting, f"{runs[0].label}: {unusable(runs[0])}")
     before = [r for r in baseline if not unusable(r)]
-    now, was = figures_of(usable), figures_of(before) if before else None
-    verdict = functools.partial(Verdict, name=setting, now=now, was=was)
     named = usable[0].label + (f" and {len(usable) - 1} more" if usable[1:] else "")
-    if was is None:
+    if not before:
         advice = "--save FILE adds one"
         if baseline:
             why = unusable(baseline[0])
             advice = f"the baseline's runs are unusable: {why}; save new ones with --save FILE"
-        return verdict("NO BASELINE", text=f"{named}; {advice}")
+        return Verdict("NO BASELINE", setting, f"{named}; {advice}")
+    now, was = figures_of(usable), figures_of(before)
     limits = now.power_limit_w, was.power_limit_w
     if unlike_limits(*limits):
         why = "{}: power limit {:.0f} W, the baseline's was {:.0f} W".format(named, *limits)
-        return verdict("UNUSABLE, left out", text=why)
+        return Verdict("UNUSABLE, left out", setting, why)
     rate, old = now.rate.value, was.rate.value
     texts = [
         f"{named}: {rate:,.0f} tokens/s per device [{now.low:,.0f}, {now.high:,.0f}], "
@@ -187,7 +190,7 @@ def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) 
         texts.append(what_settles(mean, was.rate, tolerance))
     elif left_out:  # who knows what they would have shown
         speed = "UNCERTAIN"
-    return verdict(speed, text="; ".join(texts))
+    return Verdict(speed, setting, "; ".join(texts))
 
 
 def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -283,18 +286,10 @@ def gate(
 def comment(verdicts: Sequence[Verdict], code: int) -> str:
     """The verdicts as Markdown for a pull request: what failed first."""
     titles = {0: "no regression", 1: "something got worse", 5: "not everything could be judged"}
-    columns = "setting", "verdict", "tokens/s per device", "peak GiB", "mean GiB"
-    rows = []
-    for v in sorted(verdicts, key=lambda v: (v.status == "ok", v.status not in WORSE)):
-        cells = [printable(v.name), v.status.lower()]
-        of_now, of_was = (
-            (f.rate.value, f.memory_gib, f.memory_mean_gib) if f else (None,) * 3
-            for f in (v.now, v.was)
-        )
-        for now, was, form in zip(of_now, of_was, (",.0f", ",.2f", ",.2f"), strict=True):
-            change = f" ({now / was - 1:+.1%})" if now and was else ""
-            cells.append(number(now, form) + change)
-        rows.append(cells)
-    lines = [f"- {markdown_cell(printable(v.line))}\n" for v in verdicts if v.status != "ok"]
-    table = markdown_table(columns, [map(markdown_cell, row) for row in rows], left=("verdict",))
-    return f"### Training speed: {titles[code]}\n\n{table}" + "".join(["\n" * bool(lines), *lines])
+    failed_first = sorted(verdicts, key=lambda v: (v.status == "ok", v.status not in WORSE))
+    rows = [
+        [markdown_cell(printable(text)) for text in (v.name, v.status.lower(), v.text)]
+        for v in failed_first
+    ]
+    columns = "setting", "verdict", "why"
+    return f"### Training speed: {titles[code]}\n\n{markdown_table(columns, rows, columns)}"
