@@ -351,7 +351,7 @@ def kinds() -> dict[str, Kind]:
                 for row, cell in zip(rows * 9, cells, strict=False)]  # fmt: skip
     torchtune = b'{"step": 1, "tokens_per_second_per_gpu": 8.0, "loss": 2.0, "lr": 1e-3}\n' * 2
     lines = [b"\n".join(texts("tests/logs/automodel.jsonl")[0].splitlines()[:3]), torchtune]
-    suites = texts("tests/logs/suite.json", "tests/logs/automodel-benchmark.json")
+    suites = texts("tests/logs/suite.json")
     traces = texts("tests/fuzzed/*trace.json")
     gz = [gzip.compress(text) for text in traces]
     gz += [_small(file) for file in sorted(TRACES.glob("*.json.gz"))]

@@ -30,21 +30,6 @@ MOST_RUNS = 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
-    """The figures of a setting's runs.
-
-    The interval [tokens/s per GPU] is over runs; of a single run it is that of its steps.
-    """
-
-    rate: Mean
-    low: float
-    high: float
-    memory_gib: float | None
-    memory_mean_gib: float | None
-    power_limit_w: float | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Verdict:
     """A setting against its baseline: `ok`, one of `WORSE`, `UNCERTAIN`, or why nothing was judged.
 
@@ -82,27 +67,30 @@ def unusable(r: Record) -> str | None:
     return next((f"{text}: no steady state" for text, _ in drift_remark(r.step_times_s)), None)
 
 
-def figures_of(runs: Sequence[Record]) -> Figures:
-    """The figures of a setting's usable runs."""
-    mean = mean_of([r.tokens_per_sec_per_gpu or 0.0 for r in runs])
-    results = [r.result for r in runs if r.result]
-    if mean.degrees:
-        wide = student_t(0.975, mean.degrees) * math.sqrt(mean.error)
-        low, high = mean.value - wide, mean.value + wide
+def rate_of(runs: Sequence[Record]) -> Mean:
+    """The mean rate of a setting's usable runs [tokens/s per device]."""
+    return mean_of([r.tokens_per_sec_per_gpu or 0.0 for r in runs])
+
+
+def interval_of(runs: Sequence[Record]) -> tuple[float, float]:
+    """95 % interval of that rate over runs; of a single run it is that of its steps."""
+    rate, r = rate_of(runs), runs[0].result
+    if r and not rate.degrees:
+        times = r.metrics.step_time_ci95_high_s, r.metrics.step_time_ci95_low_s
+        tokens = (r.batch.tokens_per_step or 0) / r.device.count
+        low, high = (tokens / seconds if seconds else rate.value for seconds in times)
     else:
-        m, tokens = results[0].metrics, results[0].batch.tokens_per_step or 0
-        times = m.step_time_ci95_high_s, m.step_time_ci95_low_s
-        devices = results[0].device.count
-        low, high = (tokens / devices / seconds if seconds else mean.value for seconds in times)
-    most = [d.memory_mean_gib for r in results for d in r.devices if d.memory_mean_gib]
-    return Figures(
-        rate=mean,
-        low=max(low, 0.0),
-        high=high,
-        memory_gib=max((r.memory_gib for r in runs if r.memory_gib), default=None),
-        memory_mean_gib=max(most, default=None),
-        power_limit_w=runs[0].power_limit_w,
-    )
+        wide = student_t(0.975, rate.degrees) * math.sqrt(rate.error)
+        low, high = rate.value - wide, rate.value + wide
+    return max(low, 0.0), high
+
+
+def memory_of(runs: Sequence[Record]) -> dict[str, float]:
+    """The most memory of any run [GiB]: its peak, and its mean where a sensor tells it."""
+    peaks = [r.memory_gib for r in runs if r.memory_gib]
+    devices = (use for r in runs if r.result for use in r.result.devices)
+    means = [use.memory_mean_gib for use in devices if use.memory_mean_gib]
+    return {name: max(found) for name, found in (("", peaks), ("mean ", means)) if found}
 
 
 def answer(now: Mean, was: Mean, tolerance: float) -> str:
@@ -145,49 +133,47 @@ def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) 
             why = unusable(baseline[0])
             advice = f"the baseline's runs are unusable: {why}; save new ones with --save FILE"
         return Verdict("NO BASELINE", setting, f"{named}; {advice}")
-    now, was = figures_of(usable), figures_of(before)
-    limits = now.power_limit_w, was.power_limit_w
+    limits = usable[0].power_limit_w, before[0].power_limit_w
     if unlike_limits(*limits):
         why = "{}: power limit {:.0f} W, the baseline's was {:.0f} W".format(named, *limits)
         return Verdict("UNUSABLE, left out", setting, why)
-    rate, old = now.rate.value, was.rate.value
+    now, was, (low, high) = rate_of(usable), rate_of(before), interval_of(usable)
     texts = [
-        f"{named}: {rate:,.0f} tokens/s per device [{now.low:,.0f}, {now.high:,.0f}], "
-        f"was {old:,.0f} ({rate / old - 1:+.1%})"
+        f"{named}: {now.value:,.0f} tokens/s per device [{low:,.0f}, {high:,.0f}], "
+        f"was {was.value:,.0f} ({now.value / was.value - 1:+.1%})"
     ]
     if (own := before[0].tolerance) is not None:
         tolerance = own
         texts.append(f"tolerance {tolerance:.3g}")
     if len({str(r.conditions) for r in usable}) > 1:
-        changes = _changes(usable[0].conditions or {}, usable[-1].conditions or {})
+        changes = _changes(usable[0].conditions, usable[-1].conditions)
         texts.append(f"runs differ in {', '.join(changes)}")
     if disturbed := {text for r in usable for text in r.texts("disturbed")}:
         texts.append(f"{', '.join(sorted(disturbed))} in the window")
     left_out = [f"{r.label} ({why})" for r in runs if (why := unusable(r))]
     if left_out:
         texts.append(f"left out {', '.join(left_out)}")
-    mean = now.rate
-    if mean.n == 1:  # no surer than its own steps say
-        mean = dataclasses.replace(mean, std=(now.high - now.low) / 2 / NORMAL)
-    speed = answer(mean, was.rate, tolerance)
+    if now.n == 1:  # no surer than its own steps say
+        now = dataclasses.replace(now, std=(high - low) / 2 / NORMAL)
+    speed = answer(now, was, tolerance)
     worse = ["SLOWER"] if speed == "SLOWER" else []
-    for kind, field in (("", "memory_gib"), ("mean ", "memory_mean_gib")):
-        memory, limit = getattr(now, field), getattr(was, field)
-        if memory and limit and memory > (1 + tolerance) * limit:
+    limit = memory_of(before)
+    for kind, gib in memory_of(usable).items():
+        if kind in limit and gib > (1 + tolerance) * limit[kind]:
             worse.append("MORE MEMORY")
-            change = f"{memory / limit - 1:+.1%}"
-            texts.append(f"{kind}{memory:.2f} GiB, was {limit:.2f} ({change})")
+            change = f"{gib / limit[kind] - 1:+.1%}"
+            texts.append(f"{kind}{gib:.2f} GiB, was {limit[kind]:.2f} ({change})")
     if worse:
-        if changes := _changes(before[0].conditions or {}, usable[0].conditions or {}):
+        if changes := _changes(before[0].conditions, usable[0].conditions):
             texts.append(f"since then {', '.join(changes)}")
         if speed == "UNCERTAIN":
-            texts.append(f"its speed is uncertain: {what_settles(mean, was.rate, tolerance)}")
+            texts.append(f"its speed is uncertain: {what_settles(now, was, tolerance)}")
         speed = " and ".join(dict.fromkeys(worse))
-    elif rate > (1 + PLAUSIBLE_GAIN) * old:
+    elif now.value > (1 + PLAUSIBLE_GAIN) * was.value:
         speed = "IMPLAUSIBLE GAIN"
         texts.append("does it still do the same work? If so, --save it")
     elif speed == "UNCERTAIN":
-        texts.append(what_settles(mean, was.rate, tolerance))
+        texts.append(what_settles(now, was, tolerance))
     elif left_out:  # who knows what they would have shown
         speed = "UNCERTAIN"
     return Verdict(speed, setting, "; ".join(texts))

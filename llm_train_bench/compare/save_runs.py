@@ -9,7 +9,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import locked, write_whole
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.base.tables import grouped
-from llm_train_bench.compare.gate import figures_of, unusable
+from llm_train_bench.compare.gate import rate_of, unusable
 from llm_train_bench.compare.read_results import record_of_result
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.run_files import (
@@ -55,7 +55,7 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
             if tolerances.get(key) is not None:
                 entry.tolerance = tolerances[key]
             entries.append(entry)
-            rate = figures_of(members).rate.value
+            rate = rate_of(members).value
             n = f"{len(members)} run{'s' * (len(members) > 1)}"
             disturbed = sorted({text for r in members for text in r.texts("disturbed")})
             doubt = f"; disturbed: {', '.join(disturbed)}" if disturbed else ""

@@ -84,7 +84,7 @@ def repeats(records: Iterable[Record]) -> list[list[Record]]:
     """Runs of one setting under the same conditions, in order."""
 
     def key(r: Record) -> tuple:
-        return identity(r), tuple(sorted((r.conditions or {}).items()))
+        return identity(r), tuple(sorted(r.conditions.items()))
 
     return list(grouped(records, key).values())
 
@@ -134,7 +134,7 @@ def name_settings(members: Sequence[Record]) -> str:
             record.setting = f"{record.setting} ({which})"
     if len(known) < len(facts):
         return ""
-    conditions = {key for r in members for key in r.conditions or {}} - default.keys()
+    conditions = {key for r in members for key in r.conditions} - default.keys()
     hidden = {*differ, *conditions, "model", "data", "seq_len"}
     return setting_name(
         {k: v for k, v in known[0].items() if k in keys and k not in hidden}, default
@@ -147,13 +147,9 @@ def _facts(r: Record) -> dict[str, Any]:
     if flags.get("grad_acc_steps") is not None and flags.get("bsz") is not None:
         flags.pop("global_batch", None)  # follows from these and the GPUs
     # A flag may be `auto`, and the conditions say what that chose.
-    conditions = r.conditions or {}
-    return (
-        {"": r.hardware, "devices": r.n_gpus, "model": r.model}
-        | conditions
-        | flags
-        | {key: value for key, value in conditions.items() if key in flags}
-    )
+    chosen = {key: value for key, value in r.conditions.items() if key in flags}
+    machine = {"": r.hardware, "devices": r.n_gpus, "model": r.model}
+    return machine | r.conditions | flags | chosen
 
 
 def _word(key: str, value: Any) -> str:
