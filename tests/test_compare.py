@@ -197,12 +197,12 @@ def test_ratio_and_its_interval(runs_of):
     b = rows["b-0"]
     assert b.ratio == pytest.approx(1.2) and b.verdict == "faster" and len(b.record.rates) == 5
     # Five runs 0.4 % apart: a deviation of 0.63 %, of the ratio's means 0.4 %, times Student's 2.8.
-    assert b.ratio_high - b.ratio_low == pytest.approx(2 * 1.2 * 0.004 * 2.8, rel=0.35)
+    assert b.interval[1] - b.interval[0] == pytest.approx(2 * 1.2 * 0.004 * 2.8, rel=0.35)
     assert rows["c-0"].verdict == "within noise" and rows["d-0"].verdict == "slower"
     # The runs surely differ, but by less than runs of one setting do on another day.
     speeds = {"a": 1, "b": 1.009, "c": 1.02}
     rows = rows_of(*(p for n, s in speeds.items() for p in runs_of(f"sure/{n}", s, 1e-4)))
-    assert rows["b-0"].ratio_low > 1.008 and rows["b-0"].verdict == "within noise"
+    assert rows["b-0"].interval[0] > 1.008 and rows["b-0"].verdict == "within noise"
     assert rows["c-0"].verdict == "faster"
 
 

@@ -59,7 +59,7 @@ def ratio_text(row: Compared) -> str:
     """The speed beside the reference's: per cent of change, or a factor where that is 1.5 or more."""
     if row.is_reference or row.ratio is None:
         return "1" if row.is_reference else "unknown"
-    wide = None if row.ratio_high is None else row.ratio_high - row.ratio
+    wide = None if row.interval is None else row.interval[1] - row.ratio
     if 1 / FACTOR < row.ratio < FACTOR:
         around = "" if wide is None else f" ± {100 * wide:.1f}"
         return f"{100 * (row.ratio - 1):+.1f}{around} %"
@@ -74,7 +74,7 @@ def _memory(row: Compared) -> str:
 
 
 def _energy(row: Compared) -> str:
-    estimated = "" if row.energy_measured or row.tokens_per_joule is None else " (TDP)"
+    estimated = " (TDP)" if row.energy == "TDP" else ""
     return metric_text("tokens_per_joule", row.tokens_per_joule) + estimated
 
 
@@ -148,7 +148,7 @@ def footnotes(rows: Sequence[Compared]) -> list[str]:
     notes = []
     if any(counted_otherwise(row.record) for row in rows):
         notes.append("* counted by another suite in its own way")
-    if tested := sum(row.ratio_low is not None and row.enough_runs for row in rows):
+    if tested := sum(row.tested for row in rows):
         plural = "s" if tested > 1 else ""
         notes.append(
             f"{tested} verdict{plural}: the chance that any is false is at most {TABLE_ERROR:.0%} "
@@ -164,16 +164,16 @@ def _fields(source: Record | Compared, names: str) -> dict[str, Any]:
 def row_facts(row: Compared) -> dict[str, Any]:
     """A setting's figures, as all files have them; None for what is unknown."""
     r = row.record
-    energy = None if row.tokens_per_joule is None else "measured" if row.energy_measured else "TDP"
+    low, high = row.interval or (None, None)
     facts = {"group": row.group, "setting": r.setting, "runs": len(r.rates) or len(r.runs)}
     facts |= _fields(r, "hardware n_gpus tokens_per_sec_per_gpu")
     facts |= {"ratio": 1.0 if row.is_reference else row.ratio}
-    facts |= _fields(row, "ratio_low ratio_high verdict")
+    facts |= {"ratio_low": low, "ratio_high": high, "verdict": row.verdict}
     facts |= {"not_compared": "; ".join(row.not_compared), "remarks": "; ".join(row.remarks)}
     facts |= _fields(r, "model_tflops_per_gpu mfu flop_convention memory_gib memory_kind")
     facts |= {"usd_per_trillion_tokens": row.usd_per_trillion}
-    facts |= {"tokens_per_joule": row.tokens_per_joule, "energy": energy, "goodput": r.goodput}
-    return facts | {"days": row.days}
+    facts |= _fields(row, "tokens_per_joule energy")
+    return facts | {"goodput": r.goodput, "days": row.days}
 
 
 def runs_table(rows: Sequence[Compared]) -> list[dict[str, Any]]:
