@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llm_train_bench.results.remarks import Remark, Remarked
+
 # Bounded, or a long run of digits would be tried from each of them on.
 N = r"([-+]?(?<![\d,.])(?:\d[\d,]{0,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?)"
 LOSS = rf"((?i:nan|[-+]?inf)|{N[1:]}"
@@ -48,8 +50,8 @@ class LoggedStep:
 
 
 @dataclasses.dataclass
-class Log:
-    """All that a log says."""
+class Log(Remarked):
+    """All that a log says; what a `Record` has too becomes the record's."""
 
     steps: list[LoggedStep]
     suite: str
@@ -69,7 +71,7 @@ class Log:
     tokens_per_sec: float | None = None
     counted_tokens_per_sec: float | None = None
     samples_per_sec: float | None = None
-    notes: list[str] = dataclasses.field(default_factory=list)
+    remarks: list[Remark] = dataclasses.field(default_factory=list)
 
 
 Quantity = tuple[str, str, re.Pattern]  # quantity, unit, pattern
@@ -166,13 +168,13 @@ def _records(text: str, form: Suite) -> Iterator[tuple[int, str]]:
 
 def log_of(steps: Iterable[LoggedStep], suite: str, text: str = "") -> Log:
     """A log of those steps that have figures, with the facts that its text tells."""
-    log = Log(
-        [s for s in steps if s != LoggedStep(s.step)], suite, memory_kind=SUITES[suite].memory
-    )
-    if not log.steps:
+    form, known = SUITES[suite], [step for step in steps if step != LoggedStep(step.step)]
+    log = Log(known, suite, memory_kind=form.memory)
+    if not known:
         return log
-    log.notes += filter(None, [SUITES[suite].note])
-    for quantity, value in _quantities(text, SUITES[suite].facts):
+    if form.note:
+        log.remark(form.note)
+    for quantity, value in _quantities(text, form.facts):
         if quantity == "memory_gib":
             log.steps[-1].memory_gib = log.steps[-1].memory_gib or value
         else:
@@ -298,10 +300,10 @@ def hugging_face(entries: Sequence[Mapping[str, Any]], text: str = "") -> Log:
             break
     if log.tokens_per_sec:
         if not any(s.tokens_per_sec for s in log.steps):
-            log.notes.append("tokens/s of the whole run, with its start, evaluations and saves")
+            log.remark("tokens/s of the whole run, with its start, evaluations and saves")
     elif whole.get("train_samples_per_second"):
         log.samples_per_sec = whole["train_samples_per_second"]
-        log.notes.append("samples/s of the whole run, taken as full: an upper bound of tokens/s")
+        log.remark("samples/s of the whole run, taken as full: an upper bound of tokens/s")
     return log
 
 

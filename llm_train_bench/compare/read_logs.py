@@ -30,7 +30,6 @@ from llm_train_bench.compare.log_formats import (
 )
 from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady
 from llm_train_bench.model.json_files import plain_text
-from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import json_lines
 
 USERS = "--log-pattern"
@@ -169,7 +168,7 @@ def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: Lo
         raise UsageError(f"{path}: no steps of {suite} in it: {keys}")
     log.earlier_steps = begin
     if suite == "Lightning" and not any(s.samples_per_sec for s in log.steps):
-        log.notes.append("a metrics.csv tells no times")
+        log.remark("a metrics.csv tells no times")
     return record_of(log, path, facts)
 
 
@@ -218,26 +217,21 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     times = steady([s.time_s for s in timed if s.time_s])
     late = {id(s) for s in timed[: len(timed) - len(times)]}
     body = [s for s in body if id(s) not in late]  # the same lines for every figure
-    sizes = {"seq_len": log.seq_len, "global_batch": log.global_batch}
+    both = {field.name for field in dataclasses.fields(Record)} & vars(log).keys() - {"steps"}
     record = Record(
         path=str(path),
-        suite=log.suite,
         label=path.stem,
-        hardware=log.hardware,
-        n_gpus=log.n_gpus,
-        model=log.model or path.stem,
+        **{name: getattr(log, name) for name in both},
         model_told=log.model is not None,
         provenance={"suite": log.suite},
-        seq_len=log.seq_len,
-        global_batch=log.global_batch,
         step_times_s=times,
         flop_convention=log.suite,
         memory_gib=max((s.memory_gib for s in log.steps if s.memory_gib), default=None),
-        memory_kind=log.memory_kind,
         losses=[(s.step, s.loss) for s in log.steps if s.loss is not None],
-        hyperparameters={name: size for name, size in sizes.items() if size},
-        remarks=[Remark(kind="information", text=note) for note in log.notes],
     )
+    record.model = record.model or record.label
+    sizes = {"seq_len": log.seq_len, "global_batch": log.global_batch}
+    record.hyperparameters = {name: size for name, size in sizes.items() if size}
     if earlier := log.earlier_steps:
         record.remark(f"several runs in this log: {earlier} lines of earlier ones left out")
     _fill_rates(record, log, body)
