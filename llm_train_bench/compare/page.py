@@ -32,16 +32,9 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
     text = "{setting} on {devices} devices: {speed} of the speed of each on {fewest}"
     more = (line for line in scaling(rows) if line["devices"] != line["fewest"])
     on_several = [text.format(speed=relative(line), **line) for line in more]
-    search = '<input type="search" id="filter" placeholder="filter rows" aria-label="filter rows">'
     sections = [_section(name, members) for name, members in groups.items()]
     reading = [*report.footnotes(rows), *HOW_TO_READ]
-    body = [
-        _list([*remarks, *on_several]),
-        search,
-        *sections,
-        "<h2>How to read this</h2>",
-        _list(reading),
-    ]
+    body = [_list([*remarks, *on_several]), *sections, "<h2>How to read this</h2>", _list(reading)]
     about = (
         f"{len(rows)} settings, {runs} runs, made {report.today()} by llm-train-bench {__version__}"
     )
@@ -108,12 +101,10 @@ def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
             f"</summary>{_list(_runs(row))}</details></td>"
         )
         kind = "reference" if row.is_reference else "excluded" if row.not_compared else ""
-        words = " ".join(value for value in facts.values() if isinstance(value, str))
-        text = escape(words.lower())
-        lines.append(f'<tr class="{kind}" data-text="{text}">{"".join(cells)}</tr>')
+        lines.append(f'<tr class="{kind}">{"".join(cells)}</tr>')
     body = "\n".join(lines)
     table = f'<table class="settings"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div><button class="more" hidden></button>'
+    return f'<div class="scroll">{table}</div>'
 
 
 def _attributes(fact: str, facts: dict[str, Any]) -> str:
