@@ -13,8 +13,8 @@ from llm_train_bench.compare import report
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.scaling import relative, scaling
 
-# Settings with a colour and with a bar, and runs that a row names.
-COLOURS, MOST_BARS, MOST_RUNS = 8, 20, 100
+# Settings with a bar, and runs that a row names.
+MOST_BARS, MOST_RUNS = 20, 100
 HOW_TO_READ = """
 A row is a setting, named by its differences from the others; its speed is the mean over its runs.
 The column "to reference" compares tokens/s per device with the reference's; --reference chooses another.
@@ -59,24 +59,22 @@ def _list(lines: Iterable[str]) -> str:
 def _section(name: str, members: list[Compared]) -> str:
     """A group: its answer, a bar of each setting's speed, and the table of its settings."""
     members = sorted(members, key=report.by_speed)
-    compared = [row for row in members if row.is_reference or not row.not_compared]
-    colours = {id(row): f"var(--c{i})" for i, row in enumerate(compared[:COLOURS])}
     shared = f'<p class="soft">All: {escape(members[0].shared)}</p>' if members[0].shared else ""
     best = f'<p class="headline">{escape(report.headline(members))}</p>'
-    parts = shared, best, _speed_bars(compared, colours), _table(members, colours)
+    parts = shared, best, _speed_bars(members), _table(members)
     return "\n".join([f"<section><h2>{escape(name)}</h2>", *parts, "</section>"])
 
 
-def _speed_bars(members: Sequence[Compared], colours: dict[int, str]) -> str:
-    """A bar for each setting, the fastest first, from 0, with a mark for each of its runs."""
-    rated = [(r, rate, colours.get(id(row), "var(--grey)")) for row in members
-             if (rate := (r := row.record).tokens_per_sec_per_gpu)]  # fmt: skip
-    rated.sort(key=lambda bar: -bar[1])
-    most = max((max([rate, *r.rates]) for r, rate, _ in rated), default=0.0)
+def _speed_bars(members: Sequence[Compared]) -> str:
+    """A bar for each setting that is compared, from 0, with a mark for each of its runs."""
+    compared = [row.record for row in members if row.is_reference or not row.not_compared]
+    rated = [(r, rate) for r in compared if (rate := r.tokens_per_sec_per_gpu)]
+    rated.sort(key=lambda pair: -pair[1])
+    most = max((max([rate, *r.rates]) for r, rate in rated), default=0.0)
     parts = []
-    for r, speed, colour in rated[:MOST_BARS]:
+    for r, speed in rated[:MOST_BARS]:
         marks = (f'<i style="left:{100 * rate / most:.2f}%"></i>' for rate in r.rates[:30])
-        bar = f'<b style="width:{100 * speed / most:.2f}%;background:{colour}"></b>'
+        bar = f'<b style="width:{100 * speed / most:.2f}%"></b>'
         parts.append(
             f'<span class="name">{escape(r.setting)}</span><span class="track">{bar}{"".join(marks)}'
             f"</span><span>{speed:,.0f}</span>"
@@ -85,7 +83,7 @@ def _speed_bars(members: Sequence[Compared], colours: dict[int, str]) -> str:
     return f'<div class="bars">{"".join(parts)}</div>{more}' if len(parts) > 1 else ""
 
 
-def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
+def _table(members: Sequence[Compared]) -> str:
     """The settings of a group, each row with the facts that it sorts by."""
     columns = report.columns_of(members)
     heads = "".join(
@@ -95,9 +93,8 @@ def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
     for row in members:
         facts = report.row_facts(row)
         cells = [f"<td{_attributes(c.fact, facts)}>{escape(c.text(row))}</td>" for c in columns]
-        dot = f'<span class="dot" style="background:{colours.get(id(row), "var(--grey)")}"></span>'
         cells[0] = (
-            f"<td{_attributes('setting', facts)}><details><summary>{dot}{escape(row.record.setting)}"
+            f"<td{_attributes('setting', facts)}><details><summary>{escape(row.record.setting)}"
             f"</summary>{_list(_runs(row))}</details></td>"
         )
         kind = "reference" if row.is_reference else "excluded" if row.not_compared else ""
