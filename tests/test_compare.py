@@ -434,16 +434,6 @@ def test_runs_for_which_auto_chose_another_library_are_rows_of_their_own(run_of)
     assert len({identity(r) for r in records_of(*runs)}) == 1
 
 
-def test_verdicts_for_a_pull_request(baselines, tmp_path, output_of, run_of):
-    slow = run_of("slow/slow|x", speed=0.8)
-    argv = ["--baseline", baselines, "--output-dir", tmp_path]
-    output_of(compare.main, slow, argv, code=1)
-    text = (tmp_path / "gate.md").read_text()
-    assert text.startswith("### Training speed: something got worse\n")
-    assert "x 1: gpt2-tiny, train.py, T 32, bsz 2, " in text and "since then" not in text
-    assert re.search(r"\| slower +\| slow\\\|x: 512 tokens/s .* was 640 \(-20.0%\)", text)
-
-
 def test_the_gate_in_other_peoples_tests(baselines, run_of):
     """A regression fails, a run as before passes."""
     same = run_of("same/same")

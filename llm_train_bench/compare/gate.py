@@ -10,8 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, printable
-from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.tables import grouped, markdown_cell, markdown_table
+from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.find_results import read_records, without_copies
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts, Record
@@ -247,35 +246,15 @@ def assert_no_regression(
 
 
 def gate(
-    paths: Sequence[str],
-    baseline: Path,
-    tolerance: float,
-    allowed: Collection[str] = (),
-    directory: Path | None = None,
+    paths: Sequence[str], baseline: Path, tolerance: float, allowed: Collection[str] = ()
 ) -> int:
-    """Judge runs by those in the file `baseline`; returns the exit code.
+    """Print a line for each setting, judged by the file `baseline`; returns the exit code.
 
-    The `tolerance` is a fraction. The `directory` gets gate.md, a comment for a pull request.
+    The `tolerance` is a fraction.
     """
     verdicts = judge_all(paths, baseline, tolerance)
-    code = gate_code(verdicts, allowed)
-    if directory:  # before the lines: nobody may read those to their end
-        directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / "gate.md", comment(verdicts, code))
     for verdict in verdicts:
         print(printable(verdict.line))
     if not any(verdict.judged for verdict in verdicts):
         print(f"NOTHING JUDGED: {baseline} gives no certain answer on any of these runs")
-    return code
-
-
-def comment(verdicts: Sequence[Verdict], code: int) -> str:
-    """The verdicts as Markdown for a pull request: what failed first."""
-    titles = {0: "no regression", 1: "something got worse", 5: "not everything could be judged"}
-    failed_first = sorted(verdicts, key=lambda v: (v.status == "ok", v.status not in WORSE))
-    rows = [
-        [markdown_cell(printable(text)) for text in (v.name, v.status.lower(), v.text)]
-        for v in failed_first
-    ]
-    columns = "setting", "verdict", "why"
-    return f"### Training speed: {titles[code]}\n\n{markdown_table(columns, rows, columns)}"
+    return gate_code(verdicts, allowed)
