@@ -261,7 +261,7 @@ def compares(path: Path) -> bool:
 
 def gates(path: Path, baselines: Path = ROOT / "tests/sample/baselines.json") -> bool:
     result = path if baselines != path else PLAIN
-    judge = [result, "--baseline", baselines, "--output-dir", "@out"]
+    judge = [result, "--baseline", baselines]
     shutil.copy(baselines, path.parent / "new.json")
     return run(path, compare.main, judge, [result, "--save", path.parent / "new.json"])
 
