@@ -103,15 +103,6 @@ def as_json(value: Any, n: int = 400) -> str:
     return text.replace('"@digits"', "9" * 5000)
 
 
-def as_table(rows: Any) -> str:
-    """Data as CSV."""
-    out = io.StringIO()
-    rows = rows if isinstance(rows, list) else [rows]
-    with contextlib.suppress(csv.Error):
-        csv.writer(out).writerows(row if isinstance(row, list) else [row] for row in rows)
-    return out.getvalue()
-
-
 @st.composite
 def reworded(draw, text: str) -> str:
     """A log with a changed number, unit or line."""
@@ -142,8 +133,6 @@ def parsed(data: bytes, ending: str) -> Any:
     """The content of a right file."""
     if ending == ".jsonl":
         return [*map(json.loads, data.decode().splitlines())]
-    if ending == ".csv":
-        return [*csv.reader(io.StringIO(data.decode()))]
     if ending == ".yaml":
         return yaml.safe_load(data)
     return json.loads(gzip.decompress(data) if ending.endswith(".gz") else data)
@@ -161,8 +150,6 @@ def spoilt(draw, rights: list[bytes], ending: str) -> bytes:
         value = draw((reworded if is_text else edited)(value))
     if is_text:
         text = value
-    elif ending == ".csv":
-        text = as_table(value)
     elif ending == ".jsonl":
         text = "\n".join(map(as_json, value if isinstance(value, list) else [value]))
     else:
@@ -364,7 +351,6 @@ def kinds() -> dict[str, Kind]:
         "log": (".log", logs),
         "trainer": (".json", texts("tests/logs/trainer_state.json")),
         "suite": (".json", suites),
-        "table": (".csv", texts("tests/logs/lightning.csv")),
         "lines": (".jsonl", lines),
     }
     return {name: (*files, records_of) for name, files in foreign.items()} | {

@@ -44,7 +44,6 @@ class LoggedStep:
     mean_time_s: float | None = None
     elapsed_s: float | None = None
     tokens_seen: float | None = None
-    tokens_seen_per_gpu: float | None = None
     clock_s: float | None = None
     end: int = dataclasses.field(default=0, compare=False)  # of its first line in the text
 
@@ -74,7 +73,7 @@ class Log(Remarked):
     remarks: list[Remark] = dataclasses.field(default_factory=list)
 
 
-Quantity = tuple[str, str, re.Pattern]  # quantity, unit, pattern
+Quantity = tuple[bool, str, str, re.Pattern]  # whether of the run; quantity, unit, pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +81,7 @@ class Suite:
     """How a suite writes its log; see log_formats.toml."""
 
     step: re.Pattern
-    rows: list[Quantity]  # of a step
-    facts: list[Quantity]  # of the run
+    rows: list[Quantity]
     line: list[str] = dataclasses.field(default_factory=list)
     never: list[str] = dataclasses.field(default_factory=list)
     block: bool = False
@@ -97,26 +95,24 @@ class Suite:
 def _suites() -> dict[str, Suite]:
     """The suites of the table, in its order."""
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "facts", "step"}
+    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "step"}
 
-    def rows(table: dict[str, Any], of_run: bool) -> Iterator[Quantity]:
+    def rows(table: dict[str, Any]) -> Iterator[Quantity]:
         for key, texts in table.items():
             if key == "include":
-                yield from rows(tables[texts], of_run)
+                yield from rows(tables[texts])
             elif key not in settings | {"step"}:
                 name, _, unit = key.partition(" ")
                 quantity, _, over = name.partition("@")
                 number = LOSS if quantity == "loss" else N
                 for text in [texts] if isinstance(texts, str) else texts:
-                    if of_run == (over == "run"):
-                        yield quantity, unit, re.compile(text.replace("#", number))
+                    yield over == "run", quantity, unit, re.compile(text.replace("#", number))
 
-    header = list(rows(tables.pop("HEADER"), of_run=True))
+    header = list(rows(tables.pop("HEADER")))
     return {
         name: Suite(
             re.compile(table.get("step", "(?!)")),
-            list(rows(table, of_run=False)),
-            [*rows(table, of_run=True), *header],
+            [*rows(table), *header],
             **{key: table[key] for key in settings & table.keys()},
         )
         for name, table in tables.items()
@@ -139,10 +135,11 @@ def parse(text: str, suite: str) -> Log:
         numbers = [form.step.search(record) for _, record in records]
         counted = form.block and not any(numbers)
         for i, (end, record) in enumerate(records):
-            if counted or (match := numbers[i]):
-                number = i if counted else int(next(filter(None, match.groups()), "0"))
+            match = numbers[i]
+            if counted or match:
+                number = int(next(filter(None, match.groups()), "0")) if match else i
                 step = LoggedStep(number, end=end)
-                for quantity, value in _quantities(record, form.rows):
+                for quantity, value in _quantities(record, form, of_run=False):
                     whole = quantity in ("global_batch", "seq_len")
                     setattr(step, quantity, int(value) if whole else value)
                 steps.append(step)
@@ -174,7 +171,7 @@ def log_of(steps: Iterable[LoggedStep], suite: str, text: str = "") -> Log:
         return log
     if form.note:
         log.remark(form.note)
-    for quantity, value in _quantities(text, form.facts):
+    for quantity, value in _quantities(text, form, of_run=True):
         if quantity == "memory_gib":
             log.steps[-1].memory_gib = log.steps[-1].memory_gib or value
         else:
@@ -192,11 +189,11 @@ def log_of(steps: Iterable[LoggedStep], suite: str, text: str = "") -> Log:
     return log
 
 
-def _quantities(text: str, rows: list[Quantity]) -> Iterator[tuple[str, Any]]:
+def _quantities(text: str, form: Suite, of_run: bool) -> Iterator[tuple[str, Any]]:
     """Quantities in a text, each by its first row that matches, in the units of `LoggedStep`."""
     done = set()
-    for name, unit, pattern in rows:
-        if name in done or not (match := pattern.search(text)):
+    for over_run, name, unit, pattern in form.rows:
+        if over_run != of_run or name in done or not (match := pattern.search(text)):
             continue
         value: Any = next(filter(None, match.groups()))
         if name not in ("hardware", "model"):
@@ -235,10 +232,9 @@ def fill_between_lines(steps: Sequence[LoggedStep]) -> None:
         if n and step.elapsed_s and before.elapsed_s:
             step.time_s = max((step.elapsed_s - before.elapsed_s) / n, 0.0) or None
         seconds = (step.clock_s or 0.0) - (before.clock_s or math.inf)
-        for of in ("", "_per_gpu"):
-            last, now = (getattr(each, f"tokens_seen{of}") or 0.0 for each in (before, step))
-            if n and seconds > 0 and now > last > 0:
-                setattr(step, f"tokens_per_sec{of}", (now - last) / seconds)
+        last, now = (each.tokens_seen or 0.0 for each in (before, step))
+        if n and seconds > 0 and now > last > 0:
+            step.tokens_per_sec = (now - last) / seconds
         before = step
 
 

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench import __version__
-from llm_train_bench.base.redaction import shown_path
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare import report
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.scaling import relative, scaling
 
-# Settings with a bar, and runs that a row names.
-MOST_BARS, MOST_RUNS = 20, 100
+MOST_BARS = 20
 HOW_TO_READ = """
 A row is a setting, named by its differences from the others; its speed is the mean over its runs.
 The column "to reference" compares tokens/s per device with the reference's; --reference chooses another.
@@ -93,10 +91,6 @@ def _table(members: Sequence[Compared]) -> str:
     for row in members:
         facts = report.row_facts(row)
         cells = [f"<td{_attributes(c.fact, facts)}>{escape(c.text(row))}</td>" for c in columns]
-        cells[0] = (
-            f"<td{_attributes('setting', facts)}><details><summary>{escape(row.record.setting)}"
-            f"</summary>{_list(_runs(row))}</details></td>"
-        )
         kind = "reference" if row.is_reference else "excluded" if row.not_compared else ""
         lines.append(f'<tr class="{kind}">{"".join(cells)}</tr>')
     body = "\n".join(lines)
@@ -110,18 +104,6 @@ def _attributes(fact: str, facts: dict[str, Any]) -> str:
     classes = f' class="text {value if value in ("faster", "slower") else ""}"' if words else ""
     known = "" if value is None else escape(str(value))
     return f'{classes} data-value="{known}"'
-
-
-def _runs(row: Compared) -> list[str]:
-    """A line for each run of a setting."""
-    lines = []
-    for run in row.record.runs[:MOST_RUNS]:
-        rate = run.tokens_per_sec_per_gpu
-        speed = "unknown" if rate is None else f"{rate:,.6g}"
-        why = f" ({'; '.join(run.invalid)})" if run.invalid else ""
-        lines.append(f"{run.label}: {speed} tokens/s{why}, {shown_path(run.path)}")
-    more = len(row.record.runs) - MOST_RUNS
-    return [*lines, f"{more} more in runs.csv"] if more > 0 else lines
 
 
 def _provenance(rows: list[Compared]) -> str:

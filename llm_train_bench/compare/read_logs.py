@@ -5,9 +5,7 @@ any such line is refused. If a log holds several runs, the last one is taken.
 """
 
 import contextlib
-import csv
 import dataclasses
-import io
 import math
 import re
 import statistics
@@ -42,10 +40,8 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
     log = parse_by(facts.pattern, text) if facts.pattern else None
     log = log or parse_log(text)
     if log is None:
-        pattern = (
-            "the --log-pattern matches no line" if facts.pattern else "--log-pattern reads any"
-        )
-        raise UsageError(f"{path}: not a log of a known suite; {pattern}")
+        why = "the --log-pattern matches no line" if facts.pattern else "--log-pattern reads any"
+        raise UsageError(f"{path}: not a log of a known suite; {why}")
     return [record_of(log, path, facts)]
 
 
@@ -145,15 +141,6 @@ def _clock(entry: dict[str, Any]) -> float | None:
     return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
 
 
-def read_metrics_csv(path: Path, facts: LogFacts) -> list[Record]:
-    """A metrics.csv of PyTorch Lightning's CSVLogger, or litgpt's."""
-    lines = io.StringIO(plain_text(path, 1024, errors="replace"), newline="")
-    rows = [{k: as_number(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
-    suite = "litgpt" if rows and any("iter_time" in row for row in rows) else "Lightning"
-    rows = [row for row in rows if isinstance(row.get("step"), float)]
-    return [_of_entries(rows, suite, path, facts)]
-
-
 def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: LogFacts) -> Record:
     """The last run of entries by key."""
     steps = steps_of_entries(entries, SUITES[suite].keys)
@@ -167,8 +154,6 @@ def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: Lo
         keys = ", ".join(row.partition("=")[2] for row in SUITES[suite].keys)
         raise UsageError(f"{path}: no steps of {suite} in it: {keys}")
     log.earlier_steps = begin
-    if suite == "Lightning" and not any(s.samples_per_sec for s in log.steps):
-        log.remark("a metrics.csv tells no times")
     return record_of(log, path, facts)
 
 

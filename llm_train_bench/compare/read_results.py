@@ -144,6 +144,8 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     total = speed.get("tokens_per_second") or None  # 0: not measured
     if not (total or series("step_times")):
         steps[-1].tokens_per_sec_per_gpu = speed.get("tokens_per_second_per_gpu")
+    # A file's name without the words for platforms: benchmark_cuda_llama is llama.
+    words = [w for w in re.split(r"[_.\s-]+", path.stem.lower()) if w not in PLATFORM_WORDS]
     log = Log(
         steps,
         f"JSON ({gpu.get('software_stack') or content.get('platform')})",
@@ -151,7 +153,7 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
         seq_len=config.get("sequence_length"),
         global_batch=config.get("global_batch_size"),
         hardware=gpu.get("device_name"),
-        model=config.get("model") or config.get("model_name"),
+        model=config.get("model") or config.get("model_name") or "-".join(words) or path.stem,
         parameters=config.get("num_parameters"),
         # Of queries with keys and weights with values, forward and backward.
         attention_flops=12.0 * (config.get("num_layers") or 0) * (config.get("hidden_size") or 0),
@@ -159,10 +161,6 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
         tokens_per_sec=total,
     )
     record = record_of(log, path, facts)
-    if not record.model_told:
-        # A file's name without the words for platforms: benchmark_cuda_llama is llama.
-        words = [w for w in re.split(r"[_.\s-]+", path.stem.lower()) if w not in PLATFORM_WORDS]
-        record.model, record.model_told = "-".join(words) or path.stem, True
     record.settings = (content.get("parallelism_config") or {}).get("strategy_name", "")
     values = {ours: config.get(theirs) for theirs, ours in HYPERPARAMETERS.items()}
     if isinstance(optimizer := values["optimizer"], str):

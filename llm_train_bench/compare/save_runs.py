@@ -31,11 +31,8 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
     """
     if path.name in ("result.json", "steps.jsonl"):
         raise UsageError(f"--save {path}: would replace a run's own file; use another name")
-    lines, code = [], 0
-    for r in runs:
-        if why := unusable(r):
-            lines.append(f"left out {r.label}: {why}")
-            code = 5
+    lines = [f"left out {r.label}: {why}" for r in runs if (why := unusable(r))]
+    code = 5 if lines else 0
     usable = [r for r in runs if not unusable(r)]
     if not usable:
         return lines, code

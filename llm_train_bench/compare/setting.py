@@ -82,11 +82,8 @@ def identity(r: Record) -> str:
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
     """Runs of one setting under the same conditions, in order."""
-
-    def key(r: Record) -> tuple:
-        return identity(r), tuple(sorted(r.conditions.items()))
-
-    return list(grouped(records, key).values())
+    groups = grouped(records, lambda r: (identity(r), frozenset(r.conditions.items())))
+    return list(groups.values())
 
 
 def setting_name(facts: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
