@@ -84,12 +84,9 @@ def interval_of(runs: Sequence[Record]) -> tuple[float, float]:
     return max(low, 0.0), high
 
 
-def memory_of(runs: Sequence[Record]) -> dict[str, float]:
-    """The most memory of any run [GiB]: its peak, and its mean where a sensor tells it."""
-    peaks = [r.memory_gib for r in runs if r.memory_gib]
-    devices = (use for r in runs if r.result for use in r.result.devices)
-    means = [use.memory_mean_gib for use in devices if use.memory_mean_gib]
-    return {name: max(found) for name, found in (("", peaks), ("mean ", means)) if found}
+def peak_of(runs: Sequence[Record]) -> float:
+    """The most memory of any run [GiB]; 0 where it is not known."""
+    return max(r.memory_gib or 0.0 for r in runs)
 
 
 def answer(now: Mean, was: Mean, tolerance: float) -> str:
@@ -156,18 +153,16 @@ def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) 
         now = dataclasses.replace(now, std=(high - low) / 2 / NORMAL)
     speed = answer(now, was, tolerance)
     worse = ["SLOWER"] if speed == "SLOWER" else []
-    limit = memory_of(before)
-    for kind, gib in memory_of(usable).items():
-        if kind in limit and gib > (1 + tolerance) * limit[kind]:
-            worse.append("MORE MEMORY")
-            change = f"{gib / limit[kind] - 1:+.1%}"
-            texts.append(f"{kind}{gib:.2f} GiB, was {limit[kind]:.2f} ({change})")
+    memory, limit = peak_of(usable), peak_of(before)
+    if limit and memory > (1 + tolerance) * limit:
+        worse.append("MORE MEMORY")
+        texts.append(f"{memory:.2f} GiB, was {limit:.2f} ({memory / limit - 1:+.1%})")
     if worse:
         if changes := _changes(before[0].conditions, usable[0].conditions):
             texts.append(f"since then {', '.join(changes)}")
         if speed == "UNCERTAIN":
             texts.append(f"its speed is uncertain: {what_settles(now, was, tolerance)}")
-        speed = " and ".join(dict.fromkeys(worse))
+        speed = " and ".join(worse)
     elif now.value > (1 + PLAUSIBLE_GAIN) * was.value:
         speed = "IMPLAUSIBLE GAIN"
         texts.append("does it still do the same work? If so, --save it")

@@ -11,6 +11,7 @@ from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare import report
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.scaling import relative, scaling
+from llm_train_bench.results.result_files import now
 
 MOST_BARS = 20
 HOW_TO_READ = """
@@ -33,9 +34,7 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
     sections = [_section(name, members) for name, members in groups.items()]
     reading = [*report.footnotes(rows), *HOW_TO_READ]
     body = [_list([*remarks, *on_several]), *sections, "<h2>How to read this</h2>", _list(reading)]
-    about = (
-        f"{len(rows)} settings, {runs} runs, made {report.today()} by llm-train-bench {__version__}"
-    )
+    about = f"{len(rows)} settings, {runs} runs, made {now()[:10]} by llm-train-bench {__version__}"
     folder = Path(__file__).parent
     template, style, script = (
         (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")

@@ -1,7 +1,6 @@
 """A comparison as tables on the screen, in words, as CSV and as JSON. Needs no torch."""
 
 import dataclasses
-import datetime
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -11,18 +10,19 @@ from typing import Any
 from llm_train_bench import __version__
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.redaction import shown_path, shown_text
-from llm_train_bench.base.tables import grouped, markdown_table, number, write_rows
+from llm_train_bench.base.tables import grouped, markdown_table, number, short, write_rows
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.scaling import scaling
 from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR, settle
 from llm_train_bench.formulas.time_statistics import mean_of
 from llm_train_bench.results.metrics import METRICS, RUN_COLUMNS, metric_text
+from llm_train_bench.results.result_files import now
 
 # Grams of CO2 per kWh: the world's mean of 2024 (IEA, Electricity 2025).
 GCO2_PER_KWH = 445.0
-# Rows on the screen, values of an origin, letters in a headline's name.
-MOST_SHOWN, MOST_VALUES, MOST_NAME = 40, 8, 80
+# Rows on the screen, values of an origin.
+MOST_SHOWN, MOST_VALUES = 40, 8
 # Ratios from this on, and below its inverse, are factors and not per cent.
 FACTOR = 1.5
 
@@ -224,7 +224,7 @@ def write(rows: list[Compared], directory: Path, remarks: list[str], page: str) 
     write_rows(directory / "runs.csv", runs)
     content = {
         "about": "Ratios are of tokens/s per GPU to each group's reference, with 95 % intervals.",
-        "made": today(),
+        "made": now()[:10],
         "version": __version__,
         "table_error": TABLE_ERROR,
         "remarks": remarks,
@@ -235,11 +235,6 @@ def write(rows: list[Compared], directory: Path, remarks: list[str], page: str) 
     write_whole(directory / "compare.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     (directory / "report.html").write_text(page, encoding="utf-8")
     return f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}\n"
-
-
-def today() -> str:
-    """The date, UTC."""
-    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
 
 
 def unknown_models(rows: list[Compared]) -> list[str]:
@@ -268,16 +263,10 @@ def headline(members: Sequence[Compared]) -> str:
         rivals = [m for m, answer in zip(others, settle(pairs), strict=True) if answer != "faster"]
         if (other if best.is_reference else best).verdict not in ("faster", "slower"):
             rivals.append(other)
-        sure = f"not sure: {_short(rivals[0])} may be as fast" if rivals else "sure"
+        sure = f"not sure: {short(rivals[0].record.setting)} may be as fast" if rivals else "sure"
     speed, than = (m.record.tokens_per_sec_per_gpu or math.nan for m in (best, other))
     usd = best.usd_per_trillion
     cost = f"; US$ {usd:,.0f} per trillion tokens" if usd else ""
     per = " per device" if len({m.record.n_gpus for m in rated}) > 1 else ""
-    factor = f"{speed / than:.2f}x as fast as {_short(other)}"
-    return f"Fastest{per}: {_short(best)}, {factor}, {sure}{cost}."
-
-
-def _short(row: Compared) -> str:
-    """The name of a setting, no longer than a headline bears."""
-    name = row.record.setting
-    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 1]}…"
+    factor = f"{speed / than:.2f}x as fast as {short(other.record.setting)}"
+    return f"Fastest{per}: {short(best.record.setting)}, {factor}, {sure}{cost}."
