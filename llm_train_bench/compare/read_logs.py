@@ -123,9 +123,7 @@ def read_lines(path: Path, facts: LogFacts) -> list[Record]:
     signs = {suite: form.sign_key for suite, form in SUITES.items() if form.sign_key}
     suite = next((s for s, key in signs.items() if any(key in e for e in entries)), None)
     if suite is None:
-        *names, last = signs
-        suites = f"{', '.join(names)} or {last}"
-        raise UsageError(f"{path}: no lines of {suites} in it; --log-pattern reads any")
+        raise UsageError(f"{path}: no lines of {', '.join(signs)} in it; --log-pattern reads any")
     return [_of_entries(entries, suite, path, facts)]
 
 

@@ -96,23 +96,21 @@ COLUMNS = (
     Column("days", "days", lambda row: number(row.days, ",.1f")),
     Column("runs", "runs", lambda row: str(len(row.record.rates) or len(row.record.runs))),
     Column("hardware", "hardware", lambda row: row.record.hardware or "unknown", words=True),
-    Column("DEVICEs", "n_gpus", lambda row: number(row.record.n_gpus, "d")),
+    Column("devices", "n_gpus", lambda row: number(row.record.n_gpus, "d")),
     Column("remarks", "remarks", lambda row: "; ".join(row.remarks), words=True),
 )
 
 
 def columns_of(members: Sequence[Compared]) -> list[Column]:
-    """The columns with a known value in a group; its devices are GPUs, or devices on a CPU."""
-    of_cpu = any(r.record.result and r.record.result.device.type == "cpu" for r in members)
-    shown = [
-        dataclasses.replace(c, head=c.head.replace("DEVICE", "device" if of_cpu else "GPU"))
+    """The columns with a known value in a group; the title has the machine that all share."""
+    machines = {(row.record.hardware, row.record.n_gpus) for row in members}
+    in_title = ("hardware", "n_gpus") if members[0].shared and len(machines) == 1 else ()
+    return [
+        c
         for c in COLUMNS
         if c.fact == "tokens_per_sec_per_gpu"
-        or any(c.text(row) not in ("unknown", "") for row in members)
+        or (c.fact not in in_title and any(c.text(r) not in ("unknown", "") for r in members))
     ]
-    machines = {(row.record.hardware, row.record.n_gpus) for row in members}
-    alike = members[0].shared and len(machines) == 1  # the title has them
-    return [c for c in shown if not (alike and c.fact in ("hardware", "n_gpus"))]
 
 
 def counted_otherwise(r: Record) -> bool:
