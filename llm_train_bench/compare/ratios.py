@@ -25,10 +25,10 @@ class Compared:
 
     record: Record
     group: str
+    shared: str
+    """What all settings of the group have in common, in words."""
     not_compared: list[str]
     """Why not: its own invalid remarks, or how it is unlike the reference."""
-    shared: str = ""
-    """What all settings of the group have in common, in words."""
     reference: Record | None = None
     ratio: float | None = None
     interval: tuple[float, float] | None = None
@@ -101,20 +101,17 @@ def compare(
     names: dict[str, str | None] = {}  # one for each model: a file of runs does not tell all
     for r in records:
         r.model = names.setdefault(r.model_hash, r.model) if r.model_hash else r.model
-    settings = map(_pooled, setting.repeats(records))
-    rows = [Compared(r, group_of(r), r.invalid) for r in settings]
-    groups = grouped(rows, lambda row: row.group)
-    for members in groups.values():
-        shared = setting.name_settings([row.record for row in members])
-        for row in members:
-            row.shared = shared
+    rows: list[Compared] = []
+    for group, settings in grouped(map(_pooled, setting.repeats(records)), group_of).items():
+        shared = setting.name_settings(settings)
+        rows += [Compared(r, group, shared, r.invalid) for r in settings]
     called = [r for r in rows if reference in (r.record.setting, *(x.label for x in r.record.runs))]
     if reference is not None and not called:
         have = ", ".join(row.record.setting for row in rows)
         raise UsageError(
             f"--reference {reference}: no setting or run of that name; there are {have}"
         )
-    for members in groups.values():
+    for members in grouped(rows, lambda row: row.group).values():
         usable = [row for row in members if not row.not_compared and row.record.rates]
         plain = setting.plainest([row.record for row in usable or members])
         first = next((row.record for row in called if row in members), plain)
@@ -133,7 +130,7 @@ def compare(
 
 
 def _compare_with(first: Record, row: Compared, identical: bool) -> None:
-    row.not_compared = row.not_compared + setting.unlike(first, row.record, identical)
+    row.not_compared += setting.unlike(first, row.record, identical)
     if first.invalid:
         row.not_compared.append(f"the reference is invalid: {first.invalid[0]}")
     rates, base = row.record.rates, first.rates

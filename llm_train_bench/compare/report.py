@@ -21,8 +21,8 @@ from llm_train_bench.results.result_files import now
 
 # Grams of CO2 per kWh: the world's mean of 2024 (IEA, Electricity 2025).
 GCO2_PER_KWH = 445.0
-# Rows on the screen, values of an origin.
-MOST_SHOWN, MOST_VALUES = 40, 8
+# Values of an origin.
+MOST_VALUES = 8
 # Ratios from this on, and below its inverse, are factors and not per cent.
 FACTOR = 1.5
 
@@ -127,14 +127,10 @@ def show_comparison(rows: list[Compared]) -> None:
     """The tables on the screen, and below each what it shows."""
     for group, members in grouped(rows, lambda row: row.group).items():
         columns = columns_of(members)
-        more = len(members) - MOST_SHOWN
-        shown = sorted(members, key=by_speed)[:MOST_SHOWN] if more > 0 else members
-        lines = [[column.text(row) for column in columns] for row in shown]
+        lines = [[column.text(row) for column in columns] for row in members]
         heads, left = [c.head for c in columns], [c.head for c in columns if c.words]
         title = ": ".join(filter(None, (group, members[0].shared)))
         print(markdown_table(heads, lines, left, title), end="")
-        if more > 0:
-            print(f"{more} more setting{'s' * (more > 1)}: --output-dir DIR writes all")
         if answer := headline(members):
             print(answer)
     for line in footnotes(rows):
