@@ -21,7 +21,7 @@ from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.tool_main import print_apart, run_tool, tool
 from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.gate import gate, own_runs
+from llm_train_bench.compare.gate import gate_code, judge_all, own_runs
 from llm_train_bench.compare.page import html_page
 from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
@@ -114,7 +114,12 @@ def main(argv: Sequence[str]) -> int:
     if args.baseline:
         statuses = {"new": "NO BASELINE", "missing": "NOT MEASURED"}
         allowed = [statuses[kind] for kind in args.allow]
-        return gate(args.results, Path(args.baseline), args.tolerance, allowed)
+        verdicts = judge_all(args.results, args.baseline, args.tolerance)
+        for verdict in verdicts:
+            print(printable(verdict.line))
+        if not any(verdict.judged for verdict in verdicts):
+            print(f"NOTHING JUDGED: {args.baseline} gives no certain answer on any of these runs")
+        return gate_code(verdicts, allowed)
     facts = log_facts(args.log, args.log_pattern)
     records = read_records(args.results, say, facts)
     facts.refuse_unused()

@@ -203,9 +203,8 @@ def own_runs(paths: Sequence[str | Path], besides: Path) -> list[Record]:
     records = read_records(map(str, paths), lines.append, LogFacts())
     if broken := [line for line in lines if "result.json: " in line]:
         raise UsageError(broken[0])
-    runs = [
-        r for r in records if r.result and os.path.realpath(r.path) != os.path.realpath(besides)
-    ]
+    place = os.path.realpath(besides)
+    runs = [r for r in records if r.result and os.path.realpath(r.path) != place]
     if not runs:
         where = ", ".join(map(str, paths))
         raise UsageError(f"{where}: no result.json, and no file of runs besides {besides}")
@@ -231,18 +230,3 @@ def assert_no_regression(
     if gate_code(verdicts, allowed):
         raise Regression("\n" + "\n".join(printable(v.line) for v in verdicts))
     return verdicts
-
-
-def gate(
-    paths: Sequence[str], baseline: Path, tolerance: float, allowed: Collection[str] = ()
-) -> int:
-    """Print a line for each setting, judged by the file `baseline`; returns the exit code.
-
-    The `tolerance` is a fraction.
-    """
-    verdicts = judge_all(paths, baseline, tolerance)
-    for verdict in verdicts:
-        print(printable(verdict.line))
-    if not any(verdict.judged for verdict in verdicts):
-        print(f"NOTHING JUDGED: {baseline} gives no certain answer on any of these runs")
-    return gate_code(verdicts, allowed)
