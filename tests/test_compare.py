@@ -288,7 +288,7 @@ def test_the_report_in_a_browser(tmp_path, runs_of):
     argv.append(f"file://{out}/driven.html")
     dumped = subprocess.run(argv, capture_output=True, text=True, timeout=120).stdout
     title = re.search("<title>(.*?)</title>", dumped)[1]
-    told = "| 2 rows | sorted by ratio: no sac, sac 1/2 | back: sac 1/2, no sac"
+    told = "| 2 rows | sorted by ratio: no sac, sac 1/2 | back: sac 1/2, no sac | filtered: 1 of 2"
     assert "ERROR" not in title and told in title
 
 

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench import __version__
+from llm_train_bench.base.redaction import shown_path
 from llm_train_bench.base.tables import grouped
-from llm_train_bench.compare import report
+from llm_train_bench.compare import charts, report
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.scaling import relative, scaling
 from llm_train_bench.results.result_files import now
 
-MOST_BARS = 20
+# Settings with a colour, and runs that a row names.
+COLOURS, MOST_RUNS = 8, 100
 HOW_TO_READ = """
 A row is a setting, named by its differences from the others; its speed is the mean over its runs.
 The column "to reference" compares tokens/s per device with the reference's; --reference chooses another.
@@ -31,9 +33,16 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
     text = "{setting} on {devices} devices: {speed} of the speed of each on {fewest}"
     more = (line for line in scaling(rows) if line["devices"] != line["fewest"])
     on_several = [text.format(speed=relative(line), **line) for line in more]
+    search = '<input type="search" id="filter" placeholder="filter rows" aria-label="filter rows">'
     sections = [_section(name, members) for name, members in groups.items()]
     reading = [*report.footnotes(rows), *HOW_TO_READ]
-    body = [_list([*remarks, *on_several]), *sections, "<h2>How to read this</h2>", _list(reading)]
+    body = [
+        _list([*remarks, *on_several]),
+        search,
+        *sections,
+        "<h2>How to read this</h2>",
+        _list(reading),
+    ]
     about = f"{len(rows)} settings, {runs} runs, made {now()[:10]} by llm-train-bench {__version__}"
     folder = Path(__file__).parent
     template, style, script = (
@@ -54,33 +63,23 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _section(name: str, members: list[Compared]) -> str:
-    """A group: its answer, a bar of each setting's speed, and the table of its settings."""
+    """A group: its answer, its charts, and the table of its settings."""
     members = sorted(members, key=report.by_speed)
+    compared = [row for row in members if row.is_reference or not row.not_compared]
+    colours = {id(row): f"var(--c{i})" for i, row in enumerate(compared[:COLOURS])}
+    drawn = [(row, colours[id(row)]) for row in compared[:COLOURS]]
+    fastest = sorted(compared, key=lambda row: -(row.record.tokens_per_sec_per_gpu or 0.0))
+    bars = charts.speed_bars([(row, colours.get(id(row), "var(--grey)")) for row in fastest])
+    panels = charts.speed_against_memory(drawn) + charts.loss_curves(drawn)
     shared = f'<p class="soft">All: {escape(members[0].shared)}</p>' if members[0].shared else ""
     best = f'<p class="headline">{escape(report.headline(members))}</p>'
-    parts = shared, best, _speed_bars(members), _table(members)
-    return "\n".join([f"<section><h2>{escape(name)}</h2>", *parts, "</section>"])
+    return "\n".join([
+        f"<section><h2>{escape(name)}</h2>", shared, best, bars,
+        _table(members, colours), f'<div class="panels">{panels}</div></section>',
+    ])  # fmt: skip
 
 
-def _speed_bars(members: Sequence[Compared]) -> str:
-    """A bar for each setting that is compared, from 0, with a mark for each of its runs."""
-    compared = [row.record for row in members if row.is_reference or not row.not_compared]
-    rated = [(r, rate) for r in compared if (rate := r.tokens_per_sec_per_gpu)]
-    rated.sort(key=lambda pair: -pair[1])
-    most = max((max([rate, *r.rates]) for r, rate in rated), default=0.0)
-    parts = []
-    for r, speed in rated[:MOST_BARS]:
-        marks = (f'<i style="left:{100 * rate / most:.2f}%"></i>' for rate in r.rates[:30])
-        bar = f'<b style="width:{100 * speed / most:.2f}%"></b>'
-        parts.append(
-            f'<span class="name">{escape(r.setting)}</span><span class="track">{bar}{"".join(marks)}'
-            f"</span><span>{speed:,.0f}</span>"
-        )
-    more = f"<p>{n} slower settings: below</p>" if (n := len(rated) - MOST_BARS) > 0 else ""
-    return f'<div class="bars">{"".join(parts)}</div>{more}' if len(parts) > 1 else ""
-
-
-def _table(members: Sequence[Compared]) -> str:
+def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
     """The settings of a group, each row with the facts that it sorts by."""
     columns = report.columns_of(members)
     heads = "".join(
@@ -90,11 +89,18 @@ def _table(members: Sequence[Compared]) -> str:
     for row in members:
         facts = report.row_facts(row)
         cells = [f"<td{_attributes(c.fact, facts)}>{escape(c.text(row))}</td>" for c in columns]
+        dot = f'<span class="dot" style="background:{colours.get(id(row), "var(--grey)")}"></span>'
+        cells[0] = (
+            f"<td{_attributes('setting', facts)}><details><summary>{dot}{escape(row.record.setting)}"
+            f"</summary>{_list(_runs(row))}</details></td>"
+        )
         kind = "reference" if row.is_reference else "excluded" if row.not_compared else ""
-        lines.append(f'<tr class="{kind}">{"".join(cells)}</tr>')
+        words = " ".join(value for value in facts.values() if isinstance(value, str))
+        text = escape(words.lower())
+        lines.append(f'<tr class="{kind}" data-text="{text}">{"".join(cells)}</tr>')
     body = "\n".join(lines)
     table = f'<table class="settings"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div>'
+    return f'<div class="scroll">{table}</div><button class="more" hidden></button>'
 
 
 def _attributes(fact: str, facts: dict[str, Any]) -> str:
@@ -103,6 +109,18 @@ def _attributes(fact: str, facts: dict[str, Any]) -> str:
     classes = f' class="text {value if value in ("faster", "slower") else ""}"' if words else ""
     known = "" if value is None else escape(str(value))
     return f'{classes} data-value="{known}"'
+
+
+def _runs(row: Compared) -> list[str]:
+    """A line for each run of a setting."""
+    lines = []
+    for run in row.record.runs[:MOST_RUNS]:
+        rate = run.tokens_per_sec_per_gpu
+        speed = "unknown" if rate is None else f"{rate:,.6g}"
+        why = f" ({'; '.join(run.invalid)})" if run.invalid else ""
+        lines.append(f"{run.label}: {speed} tokens/s{why}, {shown_path(run.path)}")
+    more = len(row.record.runs) - MOST_RUNS
+    return [*lines, f"{more} more in runs.csv"] if more > 0 else lines
 
 
 def _provenance(rows: list[Compared]) -> str:
