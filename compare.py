@@ -21,7 +21,7 @@ from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.tool_main import print_apart, run_tool, tool
 from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.gate import gate, own_runs
+from llm_train_bench.compare.gate import gate_code, judge_all, own_runs
 from llm_train_bench.compare.page import html_page
 from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
@@ -57,8 +57,7 @@ class RunsFlags:
 class ReportFlags:
     """The report.
 
-    output_dir: Write compare.csv, compare.json, runs.csv and report.html here. With
-        --baseline: gate.md, a comment for a pull request.
+    output_dir: Write compare.csv, compare.json, runs.csv and report.html here.
     tokens: Tokens of a training run; also prints its days.
     experiment: Experiment file with prices and power limits by platform.
     usd_per_hour: Prices per GPU-hour, for example "H100 SXM=2.5".
@@ -102,10 +101,11 @@ def main(argv: Sequence[str]) -> int:
     if not args.results:
         raise UsageError("nothing to compare: give results, logs or directories")
     directory = Path(args.output_dir) if args.output_dir else None
+    files = {"--save": args.save, "--baseline": args.baseline, "--output-dir": directory}
+    chosen = [name for name, file in files.items() if file]
+    if len(chosen) > 1:
+        raise UsageError(f"{chosen[0]} with {chosen[1]}: run compare.py twice, once with each")
     if args.save:
-        if args.baseline or directory:
-            other = "--baseline" if args.baseline else "--output-dir"
-            raise UsageError(f"--save with {other}: run compare.py twice, once with each")
         path = Path(args.save)
         lines, code = save_runs(own_runs(args.results, path), path)
         for line in lines:
@@ -114,7 +114,12 @@ def main(argv: Sequence[str]) -> int:
     if args.baseline:
         statuses = {"new": "NO BASELINE", "missing": "NOT MEASURED"}
         allowed = [statuses[kind] for kind in args.allow]
-        return gate(args.results, Path(args.baseline), args.tolerance, allowed, directory)
+        verdicts = judge_all(args.results, args.baseline, args.tolerance)
+        for verdict in verdicts:
+            print(printable(verdict.line))
+        if not any(verdict.judged for verdict in verdicts):
+            print(f"NOTHING JUDGED: {args.baseline} gives no certain answer on any of these runs")
+        return gate_code(verdicts, allowed)
     facts = log_facts(args.log, args.log_pattern)
     records = read_records(args.results, say, facts)
     facts.refuse_unused()

@@ -103,15 +103,6 @@ def as_json(value: Any, n: int = 400) -> str:
     return text.replace('"@digits"', "9" * 5000)
 
 
-def as_table(rows: Any) -> str:
-    """Data as CSV."""
-    out = io.StringIO()
-    rows = rows if isinstance(rows, list) else [rows]
-    with contextlib.suppress(csv.Error):
-        csv.writer(out).writerows(row if isinstance(row, list) else [row] for row in rows)
-    return out.getvalue()
-
-
 @st.composite
 def reworded(draw, text: str) -> str:
     """A log with a changed number, unit or line."""
@@ -142,8 +133,6 @@ def parsed(data: bytes, ending: str) -> Any:
     """The content of a right file."""
     if ending == ".jsonl":
         return [*map(json.loads, data.decode().splitlines())]
-    if ending == ".csv":
-        return [*csv.reader(io.StringIO(data.decode()))]
     if ending == ".yaml":
         return yaml.safe_load(data)
     return json.loads(gzip.decompress(data) if ending.endswith(".gz") else data)
@@ -161,8 +150,6 @@ def spoilt(draw, rights: list[bytes], ending: str) -> bytes:
         value = draw((reworded if is_text else edited)(value))
     if is_text:
         text = value
-    elif ending == ".csv":
-        text = as_table(value)
     elif ending == ".jsonl":
         text = "\n".join(map(as_json, value if isinstance(value, list) else [value]))
     else:
@@ -261,7 +248,7 @@ def compares(path: Path) -> bool:
 
 def gates(path: Path, baselines: Path = ROOT / "tests/sample/baselines.json") -> bool:
     result = path if baselines != path else PLAIN
-    judge = [result, "--baseline", baselines, "--output-dir", "@out"]
+    judge = [result, "--baseline", baselines]
     shutil.copy(baselines, path.parent / "new.json")
     return run(path, compare.main, judge, [result, "--save", path.parent / "new.json"])
 
@@ -351,7 +338,7 @@ def kinds() -> dict[str, Kind]:
                 for row, cell in zip(rows * 9, cells, strict=False)]  # fmt: skip
     torchtune = b'{"step": 1, "tokens_per_second_per_gpu": 8.0, "loss": 2.0, "lr": 1e-3}\n' * 2
     lines = [b"\n".join(texts("tests/logs/automodel.jsonl")[0].splitlines()[:3]), torchtune]
-    suites = texts("tests/logs/suite.json", "tests/logs/automodel-benchmark.json")
+    suites = texts("tests/logs/suite.json")
     traces = texts("tests/fuzzed/*trace.json")
     gz = [gzip.compress(text) for text in traces]
     gz += [_small(file) for file in sorted(TRACES.glob("*.json.gz"))]
@@ -364,7 +351,6 @@ def kinds() -> dict[str, Kind]:
         "log": (".log", logs),
         "trainer": (".json", texts("tests/logs/trainer_state.json")),
         "suite": (".json", suites),
-        "table": (".csv", texts("tests/logs/lightning.csv")),
         "lines": (".jsonl", lines),
     }
     return {name: (*files, records_of) for name, files in foreign.items()} | {

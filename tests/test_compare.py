@@ -178,7 +178,6 @@ def test_directories_are_searched_and_strangers_named(tmp_path, refused, capsys,
     (tmp_path / "notes.txt").write_text("nothing of interest\n")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "image.png").write_bytes(b"x")
-    (tmp_path / "table.csv").write_text("id,text\n1," + "x" * 200_000 + "\n")
     assert compare.main([str(tmp_path), str(far)]) == 0
     printed = capsys.readouterr()
     lines = [list(map(str.strip, line.split("|"))) for line in printed.out.splitlines()]
@@ -188,11 +187,10 @@ def test_directories_are_searched_and_strangers_named(tmp_path, refused, capsys,
         rows[line[1]] = line[at]
     assert rows["bucket-cap-mb 25.0"] == "2" and rows["bucket-cap-mb 1.0"] == "1"
     (said,) = (line for line in printed.err.splitlines() if "are no results" in line)
-    assert "4 files" in said and "image.png" not in said
-    assert all(name in said for name in ("notes.txt", "other.json", "table.csv"))
+    assert "3 files" in said and "image.png" not in said
+    assert all(name in said for name in ("notes.txt", "other.json"))
     for name, why in (
         ("notes.txt", "not a log of a known suite; --log-pattern reads any"),
-        ("table.csv", "is of a known kind, but cannot be parsed: Error: field larger"),
         ("other.json", "is not a result.json of ours"),
     ):
         refused(compare.main, why, tmp_path / name)
@@ -209,12 +207,12 @@ def test_ratio_and_its_interval(runs_of):
     b = rows["b-0"]
     assert b.ratio == pytest.approx(1.2) and b.verdict == "faster" and len(b.record.rates) == 5
     # Five runs 0.4 % apart: a deviation of 0.63 %, of the ratio's means 0.4 %, times Student's 2.8.
-    assert b.ratio_high - b.ratio_low == pytest.approx(2 * 1.2 * 0.004 * 2.8, rel=0.35)
+    assert b.interval[1] - b.interval[0] == pytest.approx(2 * 1.2 * 0.004 * 2.8, rel=0.35)
     assert rows["c-0"].verdict == "within noise" and rows["d-0"].verdict == "slower"
     # The runs surely differ, but by less than runs of one setting do on another day.
     speeds = {"a": 1, "b": 1.009, "c": 1.02}
     rows = rows_of(*(p for n, s in speeds.items() for p in runs_of(f"sure/{n}", s, 1e-4)))
-    assert rows["b-0"].ratio_low > 1.008 and rows["b-0"].verdict == "within noise"
+    assert rows["b-0"].interval[0] > 1.008 and rows["b-0"].verdict == "within noise"
     assert rows["c-0"].verdict == "faster"
 
 
@@ -254,14 +252,12 @@ def test_what_is_not_alike_is_marked_and_not_mixed(tmp_path, changes, mark, run_
 
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead", "max-autotune"])
 def test_memory_that_cuda_graphs_hide_counts(mode, run_of):
-    """In tables, in baselines and in sweeps alike."""
     gib = {"metrics__peak_allocated_gib": 5.0, "metrics__peak_reserved_gib": 9.0}
     run = run_of("a", args__pt_compile=bool(mode), args__compile_mode=mode or "default", **gib)
     graphs = mode in ("reduce-overhead", "max-autotune")
     memory = (9.0, "reserved") if graphs else (5.0, "allocated")
     (row,) = rows_of(run).values()
     assert (row.record.memory_gib, row.record.memory_kind) == memory
-    assert gate.figures_of([row.record]).memory_gib == memory[0]
 
 
 def test_of_a_sweep_its_runs_are_read(tmp_path, capsys, run_of):
@@ -271,7 +267,7 @@ def test_of_a_sweep_its_runs_are_read(tmp_path, capsys, run_of):
     (tmp_path / "s" / "rows.jsonl").write_text("")
     (tmp_path / "s" / "runs.csv").write_text("key,status,model\nx-1-0,ok,gpt2-tiny\n")
     assert [r.label for r in records_of(tmp_path / "s")] == ["x-1-0"]
-    with pytest.raises(UsageError, match="no steps of Lightning in it"):
+    with pytest.raises(UsageError, match="not a log of a known suite"):
         records_of(tmp_path / "s" / "runs.csv")
 
 
@@ -448,18 +444,6 @@ def test_runs_for_which_auto_chose_another_library_are_rows_of_their_own(run_of)
     assert len({identity(r) for r in records_of(*runs)}) == 1
 
 
-def test_verdicts_for_a_pull_request(baselines, tmp_path, output_of, run_of):
-    slow = run_of("slow/slow|x", speed=0.8)
-    argv = ["--baseline", baselines, "--output-dir", tmp_path]
-    output_of(compare.main, slow, argv, code=1)
-    text = (tmp_path / "gate.md").read_text()
-    assert text.startswith("### Training speed: something got worse\n")
-    assert "x 1: gpt2-tiny, train.py, T 32, bsz 2, " in text and "since then" not in text
-    assert (
-        re.search(r"\| slower +\| +512 \(-20.0%\) \|", text) and r": slow\|x: 512 tokens/s" in text
-    )
-
-
 def test_the_gate_in_other_peoples_tests(baselines, run_of):
     """A regression fails, a run as before passes."""
     same = run_of("same/same")
@@ -469,21 +453,16 @@ def test_the_gate_in_other_peoples_tests(baselines, run_of):
         gate.assert_no_regression(slow, baseline=baselines)
 
 
-@pytest.mark.parametrize(
-    ("field", "figures", "text", "code"),
-    [("memory_mean_gib", (1.0, 1.04, 1.2), r"MORE MEMORY Inv.*mean 1\.20 GiB, was 1\.00", 1),
-     ("power_limit_w", (700.0, 699.0, 690.0), "power limit 690 W, the baseline's was 700 W", 5)],
-)  # fmt: skip
-def test_what_devices_say_is_judged_too(field, figures, text, code, judged, runs_of, tmp_path):
+def test_another_power_limit_is_not_judged(judged, runs_of, tmp_path):
     path = tmp_path / "b.json"
-    a, b, c = (runs_of(f"{x}/x", devices=[{"rank": 0, field: x}]) for x in figures)
+    limits = (700.0, 699.0, 690.0)
+    a, b, c = (runs_of(f"{x}/x", devices=[{"rank": 0, "power_limit_w": x}]) for x in limits)
     assert compare.main(words(a, "--save", path)) == 0
     judged(path, b)
-    assert re.search(text, judged(path, c, code=code))
-    if field == "power_limit_w":
-        both, low = compare_records(records_of(*a, *b, *c), NONE, None)
-        assert both.not_compared == [] and len(both.record.rates) == 6
-        assert low.not_compared == ["power limit 700 / 690 W"]
+    assert "power limit 690 W, the baseline's was 700 W" in judged(path, c, code=5)
+    both, low = compare_records(records_of(*a, *b, *c), NONE, None)
+    assert both.not_compared == [] and len(both.record.rates) == 6
+    assert low.not_compared == ["power limit 700 / 690 W"]
 
 
 def test_what_got_slower_says_what_changed(judged, result, tmp_path, run_of):

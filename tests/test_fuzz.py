@@ -97,7 +97,7 @@ def test_a_foreign_file_is_one_line(name, text, reader, tmp_path, refused):
 
 @pytest.mark.parametrize(
     ("name", "reader"),
-    [("result.json", "compare"), ("x.log", "compare"), ("x.csv", "compare"), ("x.jsonl", "compare"),
+    [("result.json", "compare"), ("x.log", "compare"), ("x.jsonl", "compare"),
      ("x.json", "baseline"), ("result.json", "gate"), ("result.json", "calibrate"),
      ("config.json", "config"), ("run.yaml", "from"), ("result.json", "from"), ("e.yaml", "sweep"),
      ("x.json", "trace")],

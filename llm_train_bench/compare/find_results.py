@@ -1,6 +1,5 @@
 """Finding the files of runs, and reading each by its kind. Needs no torch."""
 
-import csv
 import json
 import os
 import re
@@ -9,16 +8,16 @@ from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.files import walk
-from llm_train_bench.compare.read_logs import read_lines, read_log, read_metrics_csv
+from llm_train_bench.compare.read_logs import read_lines, read_log
 from llm_train_bench.compare.read_results import read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
 from llm_train_bench.compare.shareable import run_id
 from llm_train_bench.model.json_files import FACTS, plain_file, plain_text
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
-READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_metrics_csv}  # others are logs
+SUFFIXES = (".json", ".jsonl", ".log", ".txt", ".out", ".err")
+READERS = {".json": read_json, ".jsonl": read_lines}  # others are logs
 # Errors that a file of a known kind can cause in a reader.
-UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, csv.Error)
+UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
 def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFacts) -> list[Record]:
@@ -29,32 +28,28 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     """
     records: list[Record] = []
     taken: set[str] = set()
-    for name in paths:
-        path = Path(name)
-        if path.is_dir():
-            files = discover(path)
-            fresh = list(not_taken(files, taken))
-            before, unread = len(records), []
-            for file in fresh:
-                try:
-                    records += _parse(file, facts)
-                except UsageError as error:
-                    unread.append((file, str(error)))
-            others = [
-                str(file.relative_to(path)) for file, _ in unread if file.name != "result.json"
-            ]
-            for file, why in unread:
-                if file.name == "result.json" or len(others) == 1:
-                    say(why)
-            if len(others) > 1:
-                names = ", ".join(others)[:300]
-                say(f"{path}: {len(others)} files are no results: {names}; name one to see why")
-            if len(records) == before and (fresh or not files):
-                raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
-        elif path.exists():
-            records += [r for file in not_taken([path], taken) for r in _parse(file, facts)]
-        else:
+    for path in map(Path, paths):
+        if not path.exists():
             raise UsageError(f"{path}: no such file or directory")
+        files = discover(path) if path.is_dir() else [path]
+        fresh, found, unread = list(not_taken(files, taken)), [], {}
+        for file in fresh:
+            try:
+                found += _parse(file, facts)
+            except UsageError as error:
+                if not path.is_dir():
+                    raise
+                unread[file] = str(error)
+        others = [str(f.relative_to(path)) for f in unread if f.name != "result.json"]
+        for file, why in unread.items():
+            if file.name == "result.json" or len(others) == 1:
+                say(why)
+        if len(others) > 1:
+            names = ", ".join(others)[:300]
+            say(f"{path}: {len(others)} files are no results: {names}; name one to see why")
+        if not found and (fresh or not files):
+            raise UsageError(f"{path}: holds no result, JSON or log that is known")
+        records += found
     return without_copies(records)
 
 
@@ -90,13 +85,13 @@ def discover(directory: Path) -> list[Path]:
             candidates.append(here / "result.json")
             directories.clear()
             continue
-        own_sweep = {"rows.jsonl", "sweep.json"} & set(files)
-        for name in files if not own_sweep else ():
-            figures = Path(name).suffix in SUFFIXES and name not in ("steps.jsonl", "sweep.json")
-            if figures and not re.fullmatch(r"rank\d+\.txt", name):
-                candidates.append(here / name)
-        if own_sweep:
+        if {"rows.jsonl", "sweep.json"} & set(files):  # a sweep
             directories[:] = [d for d in directories if d not in ("logs", "probes", "tensorboard")]
+            continue
+        for name in files:
+            known = Path(name).suffix in SUFFIXES and name != "steps.jsonl"
+            if known and not re.fullmatch(r"rank\d+\.txt", name):
+                candidates.append(here / name)
     return candidates
 
 

@@ -4,20 +4,18 @@ For tests of your own: `assert_no_regression`.
 """
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, printable
-from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.tables import grouped, markdown_cell, markdown_table, number
+from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.find_results import read_records, without_copies
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.compare.records import LogFacts, Record
-from llm_train_bench.compare.setting import compare_speed, identity, name_by_itself, unlike_limits
-from llm_train_bench.formulas.time_statistics import NORMAL, Mean, mean_of, student_t
+from llm_train_bench.compare.setting import identity, name_by_itself, unlike_limits
+from llm_train_bench.formulas.time_statistics import NORMAL, Mean, difference, mean_of, student_t
 from llm_train_bench.results.remarks import drift_remark
 
 # Beyond this much faster, a run probably does less than it did.
@@ -26,37 +24,20 @@ PLAUSIBLE_GAIN = 0.25
 WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
 # Chosen by simulation (docs/COMPARE.md): a loss of 2 % beyond the tolerance passes in under 1 % of
 # cases, and no loss is called one in under 1 %.
-CONFIDENCE = dict(faster=0.99, slower=0.93)
+SURELY_OK, SURELY_SLOWER = 0.99, 0.93
 MOST_RUNS = 30
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """The figures of a setting's runs.
-
-    The interval [tokens/s per GPU] is over runs; of a single run it is that of its steps.
-    """
-
-    rate: Mean
-    low: float
-    high: float
-    memory_gib: float | None
-    memory_mean_gib: float | None
-    power_limit_w: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """A setting against its baseline: `ok`, one of `WORSE`, `UNCERTAIN`, or why nothing was judged.
 
-    `name` says the setting in words. `now` and `was` are None where there are no figures.
+    `name` says the setting in words.
     """
 
     status: str
     name: str
     text: str = ""
-    now: Figures | None = None
-    was: Figures | None = None
 
     @property
     def line(self) -> str:
@@ -85,33 +66,40 @@ def unusable(r: Record) -> str | None:
     return next((f"{text}: no steady state" for text, _ in drift_remark(r.step_times_s)), None)
 
 
-def figures_of(runs: Sequence[Record]) -> Figures:
-    """The figures of a setting's usable runs."""
-    mean = mean_of([r.tokens_per_sec_per_gpu or 0.0 for r in runs])
-    results = [r.result for r in runs if r.result]
-    if mean.degrees:
-        wide = student_t(0.975, mean.degrees) * math.sqrt(mean.error)
-        low, high = mean.value - wide, mean.value + wide
+def rate_of(runs: Sequence[Record]) -> Mean:
+    """The mean rate of a setting's usable runs [tokens/s per device]."""
+    return mean_of([r.tokens_per_sec_per_gpu or 0.0 for r in runs])
+
+
+def interval_of(runs: Sequence[Record]) -> tuple[float, float]:
+    """95 % interval of that rate over runs; of a single run it is that of its steps."""
+    rate, r = rate_of(runs), runs[0].result
+    if r and not rate.degrees:
+        times = r.metrics.step_time_ci95_high_s, r.metrics.step_time_ci95_low_s
+        tokens = (r.batch.tokens_per_step or 0) / r.device.count
+        low, high = (tokens / seconds if seconds else rate.value for seconds in times)
     else:
-        m, tokens = results[0].metrics, results[0].batch.tokens_per_step or 0
-        times = m.step_time_ci95_high_s, m.step_time_ci95_low_s
-        devices = results[0].device.count
-        low, high = (tokens / devices / seconds if seconds else mean.value for seconds in times)
-    most = [d.memory_mean_gib for r in results for d in r.devices if d.memory_mean_gib]
-    return Figures(
-        rate=mean,
-        low=max(low, 0.0),
-        high=high,
-        memory_gib=max((r.memory_gib for r in runs if r.memory_gib), default=None),
-        memory_mean_gib=max(most, default=None),
-        power_limit_w=runs[0].power_limit_w,
-    )
+        wide = student_t(0.975, rate.degrees) * math.sqrt(rate.error)
+        low, high = rate.value - wide, rate.value + wide
+    return max(low, 0.0), high
+
+
+def peak_of(runs: Sequence[Record]) -> float:
+    """The most memory of any run [GiB]; 0 where it is not known."""
+    return max(r.memory_gib or 0.0 for r in runs)
 
 
 def answer(now: Mean, was: Mean, tolerance: float) -> str:
     """`ok` if the loss is surely within the tolerance, `SLOWER` if surely beyond, else `UNCERTAIN`."""
-    names = {"faster": "ok", "slower": "SLOWER", "uncertain": "UNCERTAIN"}
-    return names[compare_speed(now, was, **CONFIDENCE, bound=1 - tolerance)]
+    part = 1 - tolerance
+    bound = dataclasses.replace(was, value=part * was.value, std=part * was.std)
+    gap = difference(now, bound)
+    if gap is None:
+        return "UNCERTAIN"
+    margin, error, degrees = gap
+    if margin + student_t(SURELY_SLOWER, degrees) * error < 0:
+        return "SLOWER"
+    return "ok" if margin >= student_t(SURELY_OK, degrees) * error else "UNCERTAIN"
 
 
 def what_settles(now: Mean, was: Mean, tolerance: float) -> str:
@@ -134,60 +122,55 @@ def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) 
     if not usable:
         return Verdict("UNUSABLE, left out", setting, f"{runs[0].label}: {unusable(runs[0])}")
     before = [r for r in baseline if not unusable(r)]
-    now, was = figures_of(usable), figures_of(before) if before else None
-    verdict = functools.partial(Verdict, name=setting, now=now, was=was)
     named = usable[0].label + (f" and {len(usable) - 1} more" if usable[1:] else "")
-    if was is None:
+    if not before:
         advice = "--save FILE adds one"
         if baseline:
             why = unusable(baseline[0])
             advice = f"the baseline's runs are unusable: {why}; save new ones with --save FILE"
-        return verdict("NO BASELINE", text=f"{named}; {advice}")
-    limits = now.power_limit_w, was.power_limit_w
+        return Verdict("NO BASELINE", setting, f"{named}; {advice}")
+    limits = usable[0].power_limit_w, before[0].power_limit_w
     if unlike_limits(*limits):
         why = "{}: power limit {:.0f} W, the baseline's was {:.0f} W".format(named, *limits)
-        return verdict("UNUSABLE, left out", text=why)
-    rate, old = now.rate.value, was.rate.value
+        return Verdict("UNUSABLE, left out", setting, why)
+    now, was, (low, high) = rate_of(usable), rate_of(before), interval_of(usable)
     texts = [
-        f"{named}: {rate:,.0f} tokens/s per device [{now.low:,.0f}, {now.high:,.0f}], "
-        f"was {old:,.0f} ({rate / old - 1:+.1%})"
+        f"{named}: {now.value:,.0f} tokens/s per device [{low:,.0f}, {high:,.0f}], "
+        f"was {was.value:,.0f} ({now.value / was.value - 1:+.1%})"
     ]
     if (own := before[0].tolerance) is not None:
         tolerance = own
         texts.append(f"tolerance {tolerance:.3g}")
     if len({str(r.conditions) for r in usable}) > 1:
-        changes = _changes(usable[0].conditions or {}, usable[-1].conditions or {})
+        changes = _changes(usable[0].conditions, usable[-1].conditions)
         texts.append(f"runs differ in {', '.join(changes)}")
     if disturbed := {text for r in usable for text in r.texts("disturbed")}:
         texts.append(f"{', '.join(sorted(disturbed))} in the window")
     left_out = [f"{r.label} ({why})" for r in runs if (why := unusable(r))]
     if left_out:
         texts.append(f"left out {', '.join(left_out)}")
-    mean = now.rate
-    if mean.n == 1:  # no surer than its own steps say
-        mean = dataclasses.replace(mean, std=(now.high - now.low) / 2 / NORMAL)
-    speed = answer(mean, was.rate, tolerance)
+    if now.n == 1:  # no surer than its own steps say
+        now = dataclasses.replace(now, std=(high - low) / 2 / NORMAL)
+    speed = answer(now, was, tolerance)
     worse = ["SLOWER"] if speed == "SLOWER" else []
-    for kind, field in (("", "memory_gib"), ("mean ", "memory_mean_gib")):
-        memory, limit = getattr(now, field), getattr(was, field)
-        if memory and limit and memory > (1 + tolerance) * limit:
-            worse.append("MORE MEMORY")
-            change = f"{memory / limit - 1:+.1%}"
-            texts.append(f"{kind}{memory:.2f} GiB, was {limit:.2f} ({change})")
+    memory, limit = peak_of(usable), peak_of(before)
+    if limit and memory > (1 + tolerance) * limit:
+        worse.append("MORE MEMORY")
+        texts.append(f"{memory:.2f} GiB, was {limit:.2f} ({memory / limit - 1:+.1%})")
     if worse:
-        if changes := _changes(before[0].conditions or {}, usable[0].conditions or {}):
+        if changes := _changes(before[0].conditions, usable[0].conditions):
             texts.append(f"since then {', '.join(changes)}")
         if speed == "UNCERTAIN":
-            texts.append(f"its speed is uncertain: {what_settles(mean, was.rate, tolerance)}")
-        speed = " and ".join(dict.fromkeys(worse))
-    elif rate > (1 + PLAUSIBLE_GAIN) * old:
+            texts.append(f"its speed is uncertain: {what_settles(now, was, tolerance)}")
+        speed = " and ".join(worse)
+    elif now.value > (1 + PLAUSIBLE_GAIN) * was.value:
         speed = "IMPLAUSIBLE GAIN"
         texts.append("does it still do the same work? If so, --save it")
     elif speed == "UNCERTAIN":
-        texts.append(what_settles(mean, was.rate, tolerance))
+        texts.append(what_settles(now, was, tolerance))
     elif left_out:  # who knows what they would have shown
         speed = "UNCERTAIN"
-    return verdict(speed, text="; ".join(texts))
+    return Verdict(speed, setting, "; ".join(texts))
 
 
 def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -207,13 +190,6 @@ def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: floa
     runs = without_copies(own_runs(paths, Path(baseline)), before)
     measured = grouped(runs, identity)
     verdicts = [judge(each, stored.get(key, []), tolerance) for key, each in measured.items()]
-    names = (name_by_itself(first).rpartition(": ") for first, *_ in stored.values())
-    elsewhere = {name: device for device, _, name in names}
-    for i, v in enumerate(verdicts):
-        here, _, name = v.name.rpartition(": ")
-        if v.status == "NO BASELINE" and elsewhere.get(name, here) != here:
-            text = f"{v.text}; {baseline} has this setting on {elsewhere[name]}"
-            verdicts[i] = dataclasses.replace(v, text=text)
     places = {(r.hardware, r.n_gpus) for r in runs}
     for key, (first, *_) in stored.items():
         if key not in measured and (first.hardware, first.n_gpus) in places:
@@ -227,9 +203,8 @@ def own_runs(paths: Sequence[str | Path], besides: Path) -> list[Record]:
     records = read_records(map(str, paths), lines.append, LogFacts())
     if broken := [line for line in lines if "result.json: " in line]:
         raise UsageError(broken[0])
-    runs = [
-        r for r in records if r.result and os.path.realpath(r.path) != os.path.realpath(besides)
-    ]
+    place = os.path.realpath(besides)
+    runs = [r for r in records if r.result and os.path.realpath(r.path) != place]
     if not runs:
         where = ", ".join(map(str, paths))
         raise UsageError(f"{where}: no result.json, and no file of runs besides {besides}")
@@ -255,46 +230,3 @@ def assert_no_regression(
     if gate_code(verdicts, allowed):
         raise Regression("\n" + "\n".join(printable(v.line) for v in verdicts))
     return verdicts
-
-
-def gate(
-    paths: Sequence[str],
-    baseline: Path,
-    tolerance: float,
-    allowed: Collection[str] = (),
-    directory: Path | None = None,
-) -> int:
-    """Judge runs by those in the file `baseline`; returns the exit code.
-
-    The `tolerance` is a fraction. The `directory` gets gate.md, a comment for a pull request.
-    """
-    verdicts = judge_all(paths, baseline, tolerance)
-    code = gate_code(verdicts, allowed)
-    if directory:  # before the lines: nobody may read those to their end
-        directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / "gate.md", comment(verdicts, code))
-    for verdict in verdicts:
-        print(printable(verdict.line))
-    if not any(verdict.judged for verdict in verdicts):
-        print(f"NOTHING JUDGED: {baseline} gives no certain answer on any of these runs")
-    return code
-
-
-def comment(verdicts: Sequence[Verdict], code: int) -> str:
-    """The verdicts as Markdown for a pull request: what failed first."""
-    titles = {0: "no regression", 1: "something got worse", 5: "not everything could be judged"}
-    columns = "setting", "verdict", "tokens/s per device", "peak GiB", "mean GiB"
-    rows = []
-    for v in sorted(verdicts, key=lambda v: (v.status == "ok", v.status not in WORSE)):
-        cells = [printable(v.name), v.status.lower()]
-        of_now, of_was = (
-            (f.rate.value, f.memory_gib, f.memory_mean_gib) if f else (None,) * 3
-            for f in (v.now, v.was)
-        )
-        for now, was, form in zip(of_now, of_was, (",.0f", ",.2f", ",.2f"), strict=True):
-            change = f" ({now / was - 1:+.1%})" if now and was else ""
-            cells.append(number(now, form) + change)
-        rows.append(cells)
-    lines = [f"- {markdown_cell(printable(v.line))}\n" for v in verdicts if v.status != "ok"]
-    table = markdown_table(columns, [map(markdown_cell, row) for row in rows], left=("verdict",))
-    return f"### Training speed: {titles[code]}\n\n{table}" + "".join(["\n" * bool(lines), *lines])

@@ -12,6 +12,7 @@ from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare import charts, report
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.scaling import relative, scaling
+from llm_train_bench.results.result_files import now
 
 # Settings with a colour, and runs that a row names.
 COLOURS, MOST_RUNS = 8, 100
@@ -42,9 +43,7 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
         "<h2>How to read this</h2>",
         _list(reading),
     ]
-    about = (
-        f"{len(rows)} settings, {runs} runs, made {report.today()} by llm-train-bench {__version__}"
-    )
+    about = f"{len(rows)} settings, {runs} runs, made {now()[:10]} by llm-train-bench {__version__}"
     folder = Path(__file__).parent
     template, style, script = (
         (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import device_called, find_hardware
@@ -20,30 +20,38 @@ from llm_train_bench.results.metrics import MEANS
 class Compared:
     """A setting beside the reference of its group; ratios are of tokens/s per GPU, above 1 is faster.
 
-    Intervals are over runs, of each ratio by itself. `answer` holds beside all others of the table.
+    The interval is over runs, of each ratio by itself. `answer` holds beside all others of the table.
     """
 
     record: Record
     group: str
-    shared: str = ""
+    shared: str
     """What all settings of the group have in common, in words."""
-    is_reference: bool = False
-    not_compared: list[str] = dataclasses.field(default_factory=list)
+    not_compared: list[str]
     """Why not: its own invalid remarks, or how it is unlike the reference."""
+    reference: Record | None = None
     ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
+    interval: tuple[float, float] | None = None
     answer: setting.Answer = "uncertain"
     usd_per_trillion: float | None = None
     tokens_per_joule: float | None = None
-    energy_measured: bool = False
+    energy: Literal["measured", "TDP"] | None = None
     days: float | None = None
-    runs_of_reference: int = 0
 
     @property
-    def enough_runs(self) -> bool:
+    def is_reference(self) -> bool:
+        """Whether the others of its group are compared with it."""
+        return self.record is self.reference
+
+    @property
+    def fewest_runs(self) -> int:
+        """Runs of the side that has fewer."""
+        return min(len(r.rates) for r in (self.record, self.reference) if r)
+
+    @property
+    def tested(self) -> bool:
         """Whether both sides have the runs that a verdict takes."""
-        return min(len(self.record.rates), self.runs_of_reference) >= setting.RUNS_FOR_A_VERDICT
+        return self.interval is not None and self.fewest_runs >= setting.RUNS_FOR_A_VERDICT
 
     @property
     def verdict(self) -> str:
@@ -54,17 +62,11 @@ class Compared:
             return "not compared"
         if self.ratio is None:
             return "unknown"
-        if not self.enough_runs or self.ratio_low is None:
-            few = min(len(self.record.rates), self.runs_of_reference)
-            return f"no verdict: {few} run{'s' * (few > 1)}"
-        alike = abs(self.ratio - 1) < setting.RUNS_DIFFER
-        if (
-            self.answer == "uncertain"
-            or alike
-            or self.ratio_low < 1 < (self.ratio_high or math.inf)
-        ):
-            return "within noise"
-        return self.answer
+        if not self.tested or not self.interval:
+            return f"no verdict: {self.fewest_runs} run{'s' * (self.fewest_runs > 1)}"
+        low, high = self.interval
+        alike = abs(self.ratio - 1) < setting.RUNS_DIFFER or low < 1 < high
+        return "within noise" if alike or self.answer == "uncertain" else self.answer
 
     @property
     def remarks(self) -> list[str]:
@@ -99,48 +101,42 @@ def compare(
     names: dict[str, str | None] = {}  # one for each model: a file of runs does not tell all
     for r in records:
         r.model = names.setdefault(r.model_hash, r.model) if r.model_hash else r.model
-    settings = map(_pooled, setting.repeats(records))
-    rows = [Compared(r, group_of(r), not_compared=r.invalid) for r in settings]
-    groups = grouped(rows, lambda row: row.group)
-    for members in groups.values():
-        shared = setting.name_settings([row.record for row in members])
-        for row in members:
-            row.shared = shared
+    rows: list[Compared] = []
+    for group, settings in grouped(map(_pooled, setting.repeats(records)), group_of).items():
+        shared = setting.name_settings(settings)
+        rows += [Compared(r, group, shared, r.invalid) for r in settings]
     called = [r for r in rows if reference in (r.record.setting, *(x.label for x in r.record.runs))]
     if reference is not None and not called:
         have = ", ".join(row.record.setting for row in rows)
         raise UsageError(
             f"--reference {reference}: no setting or run of that name; there are {have}"
         )
-    for members in groups.values():
+    for members in grouped(rows, lambda row: row.group).values():
         usable = [row for row in members if not row.not_compared and row.record.rates]
         plain = setting.plainest([row.record for row in usable or members])
-        plainest = [row for row in members if row.record is plain]
-        first = next(row for row in called + plainest if row in members)
-        first.is_reference = True
+        first = next((row.record for row in called if row in members), plain)
         for row in members:
-            if row is not first:
-                row.runs_of_reference = len(first.record.rates)
-                row.not_compared = row.not_compared + setting.unlike(
-                    first.record, row.record, identical
-                )
-                if first.record.invalid:
-                    row.not_compared.append(f"the reference is invalid: {first.record.invalid[0]}")
-                rates, base = row.record.rates, first.record.rates
-                if not row.not_compared and rates and base:
-                    row.ratio = statistics.fmean(rates) / statistics.fmean(base)
-                    row.ratio_low, row.ratio_high = setting.ratio_interval(rates, base) or (
-                        None,
-                        None,
-                    )
-    references = {row.group: row.record for row in rows if row.is_reference}
-    tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
-    pairs = [(mean_of(x.record.rates), mean_of(references[x.group].rates)) for x in tested]
-    for row, answer in zip(tested, setting.settle(pairs), strict=True):
+            row.reference = first
+            if row.record is not first:
+                _compare_with(first, row, identical)
+    tested = [row for row in rows if row.tested]
+    pairs = [(row.record.rates, row.reference.rates) for row in tested if row.reference]
+    answers = setting.settle([(mean_of(a), mean_of(b)) for a, b in pairs])
+    for row, answer in zip(tested, answers, strict=True):
         row.answer = answer
     for row in rows:
         _fill_cost(row, prices, tokens)
     return rows
+
+
+def _compare_with(first: Record, row: Compared, identical: bool) -> None:
+    row.not_compared += setting.unlike(first, row.record, identical)
+    if first.invalid:
+        row.not_compared.append(f"the reference is invalid: {first.invalid[0]}")
+    rates, base = row.record.rates, first.rates
+    if not row.not_compared and rates and base:
+        row.ratio = statistics.fmean(rates) / statistics.fmean(base)
+        row.interval = setting.ratio_interval(rates, base)
 
 
 def group_of(r: Record) -> str:
@@ -156,11 +152,12 @@ def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
     tables = prices.usd_per_hour, prices.tdp_w
     usd, watts = (table.get(names[0]) or table.get(names[1]) for table in tables)
     price = usd or r.usd_per_hour or (device and device.usd_per_hour)
-    rate = r.tokens_per_sec_per_gpu
-    row.tokens_per_joule, row.energy_measured = r.tokens_per_joule, r.tokens_per_joule is not None
     watts = watts or r.power_limit_w or (device and device.tdp_w)
-    if row.tokens_per_joule is None and rate and watts:
-        row.tokens_per_joule = rate / watts
+    rate = r.tokens_per_sec_per_gpu
+    if r.tokens_per_joule is not None:
+        row.tokens_per_joule, row.energy = r.tokens_per_joule, "measured"
+    elif rate and watts:
+        row.tokens_per_joule, row.energy = rate / watts, "TDP"
     if rate and price:
         row.usd_per_trillion = price / 3600 / rate * 1e12
     if tokens and r.tokens_per_sec:

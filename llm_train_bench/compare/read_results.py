@@ -16,7 +16,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.redaction import shown_command
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.compare.log_formats import UNITS, Log, LoggedStep
-from llm_train_bench.compare.read_logs import read_automodel, read_trainer_state, record_of
+from llm_train_bench.compare.read_logs import read_trainer_state, record_of
 from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.run_files import read_runs_file
 from llm_train_bench.compare.setting import changes_in_words, settings_of
@@ -49,8 +49,6 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
         return [read_suite(content, path, facts)]
     if "log_history" in keys and isinstance(content["log_history"], list):
         return [read_trainer_state(content, path, facts)]
-    if {"avg_iter_time_seconds", "world_size"} <= keys:
-        return [read_automodel(content, path, facts)]
     raise UsageError(
         f"{path}: is not a result.json of ours, and has no gpu_info and performance_metrics"
     )
@@ -146,6 +144,8 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     total = speed.get("tokens_per_second") or None  # 0: not measured
     if not (total or series("step_times")):
         steps[-1].tokens_per_sec_per_gpu = speed.get("tokens_per_second_per_gpu")
+    # A file's name without the words for platforms: benchmark_cuda_llama is llama.
+    words = [w for w in re.split(r"[_.\s-]+", path.stem.lower()) if w not in PLATFORM_WORDS]
     log = Log(
         steps,
         f"JSON ({gpu.get('software_stack') or content.get('platform')})",
@@ -153,7 +153,7 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
         seq_len=config.get("sequence_length"),
         global_batch=config.get("global_batch_size"),
         hardware=gpu.get("device_name"),
-        model=config.get("model") or config.get("model_name"),
+        model=config.get("model") or config.get("model_name") or "-".join(words) or path.stem,
         parameters=config.get("num_parameters"),
         # Of queries with keys and weights with values, forward and backward.
         attention_flops=12.0 * (config.get("num_layers") or 0) * (config.get("hidden_size") or 0),
@@ -161,10 +161,6 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
         tokens_per_sec=total,
     )
     record = record_of(log, path, facts)
-    if not record.model_told:
-        # A file's name without the words for platforms: benchmark_cuda_llama is llama.
-        words = [w for w in re.split(r"[_.\s-]+", path.stem.lower()) if w not in PLATFORM_WORDS]
-        record.model, record.model_told = "-".join(words) or path.stem, True
     record.settings = (content.get("parallelism_config") or {}).get("strategy_name", "")
     values = {ours: config.get(theirs) for theirs, ours in HYPERPARAMETERS.items()}
     if isinstance(optimizer := values["optimizer"], str):

@@ -34,24 +34,24 @@ class LogFacts:
     def of(self, path: Path, name: str, in_log: Any) -> Any:
         """A fact of one log; UsageError where the log has another."""
         facts, key = self.facts.get(name, {}), FACTS[name][0]
-        log = next((log for log in (str(path), path.name, path.stem) if log in facts), None)
-        self.used.add((name, log or ""))
-        value = facts.get(log or "")
+        log = next((log for log in (str(path), path.name, path.stem) if log in facts), "")
+        self.used.add((name, log))
+        value = facts.get(log)
         if value is None:
             return in_log
-        if in_log is not None and name != "model":  # a model may have several names
-            short = key == "hardware" and str(in_log).lower().startswith(value.lower())
-            if not short and in_log != value:
-                raise UsageError(f"--log {key}={value}: {path} says {in_log}; use LOG:{key}=VALUE")
+        if in_log in (None, value) or name == "model":  # a model may have several names
+            return value
+        if name == "hardware" and str(in_log).lower().startswith(value.lower()):
             return in_log
-        return value
+        raise UsageError(f"--log {key}={value}: {path} says {in_log}; use LOG:{key}=VALUE")
 
     def refuse_unused(self) -> None:
         """UsageError for a fact of a log that is not among those read."""
-        for name, log in ((name, log) for name, logs in self.facts.items() for log in logs):
-            if log and (name, log) not in self.used:
-                key = FACTS[name][0]
-                raise UsageError(f"--log {log}:{key}=...: no log of this name was read")
+        for name, logs in self.facts.items():
+            for log in logs:
+                if log and (name, log) not in self.used:
+                    key = FACTS[name][0]
+                    raise UsageError(f"--log {log}:{key}=...: no log of this name was read")
 
 
 @dataclass
@@ -93,41 +93,44 @@ class Record(Remarked):
     provenance: dict[str, str] = field(default_factory=dict)  # versions, commit, command
     model_told: bool = True  # or the model is called as the file is
     # Software, environment and state of the machine, as far as speed can depend on them.
-    conditions: dict[str, str] | None = None
+    conditions: dict[str, str] = field(default_factory=dict)
     # Of a setting (compare/ratios.py): its name, its runs, and the rates of those that count.
     setting: str = ""
     runs: "list[Record]" = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
 
 
+FIGURES = [f.name for f in fields(Record) if f.type in (int | None, float | None)]
+TEXTS = ("label", "hardware", "model", "settings", "suite")
+
+
 def check_figures(r: Record) -> None:
-    """ValueError for a bad figure or name; takes from texts what a terminal obeys, in place."""
-    kinds = {f.name: f.type for f in fields(r)}
-    figures = [
-        (k, getattr(r, k)) for k, kind in kinds.items() if kind in (int | None, float | None)
-    ]
-    figures = [(name, value) for name, value in figures if name not in ("goodput", "tolerance")]
-    figures += [("step_times_s", t) for t in r.step_times_s]
-    for name, value in figures:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 1e-15 < value < 1e18):
-            why = f"{name} is {str(value)[:40]}, which no run has"
+    """ValueError for a bad figure or name; takes from texts what a terminal obeys, in place.
+
+    Of a run of ours the figure goes: the rest of its file is as it should be.
+    """
+    figures = {name: [getattr(r, name)] for name in FIGURES if name not in ("goodput", "tolerance")}
+    for name, values in (figures | {"step_times_s": r.step_times_s}).items():
+        wrong = [v for v in values if v is not None and not _is_figure(v)]
+        if wrong:
+            why = f"{name} is {str(wrong[0])[:40]}, which no run has"
             if r.result is None:
                 raise ValueError(why)
-            r.remark(why, "invalid")  # the rest of its file is as it should be
+            r.remark(why, "invalid")
             setattr(r, name, [] if name == "step_times_s" else None)
-            if name == "step_times_s":
-                break
-    for name in ("label", "hardware", "model", "settings", "suite"):
-        value = getattr(r, name)
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"{name} is {value!r}, not text")
+    for name in TEXTS:
+        if not isinstance(getattr(r, name), str | None):
+            raise ValueError(f"{name} is {getattr(r, name)!r}, not text")
     for _, value in r.losses:
         if not isinstance(value, int | float):
             raise ValueError(f"losses holds {value!r}, not a number")
     for name, value in vars(r).items():
         if name not in ("result", "remarks", "runs", "steps"):  # checked, or made here
             setattr(r, name, printable_data(value))
+
+
+def _is_figure(value: Any) -> bool:
+    return type(value) in (int, float) and 1e-15 < value < 1e18
 
 
 def remark_on_figures(r: Record) -> None:

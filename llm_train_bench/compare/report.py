@@ -1,7 +1,6 @@
 """A comparison as tables on the screen, in words, as CSV and as JSON. Needs no torch."""
 
 import dataclasses
-import datetime
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -11,18 +10,19 @@ from typing import Any
 from llm_train_bench import __version__
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.redaction import shown_path, shown_text
-from llm_train_bench.base.tables import grouped, markdown_table, number, write_rows
+from llm_train_bench.base.tables import grouped, markdown_table, number, short, write_rows
 from llm_train_bench.compare.ratios import Compared
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.scaling import scaling
 from llm_train_bench.compare.setting import RUNS_FOR_A_VERDICT, TABLE_ERROR, settle
 from llm_train_bench.formulas.time_statistics import mean_of
 from llm_train_bench.results.metrics import METRICS, RUN_COLUMNS, metric_text
+from llm_train_bench.results.result_files import now
 
 # Grams of CO2 per kWh: the world's mean of 2024 (IEA, Electricity 2025).
 GCO2_PER_KWH = 445.0
-# Rows on the screen, values of an origin, letters in a headline's name.
-MOST_SHOWN, MOST_VALUES, MOST_NAME = 40, 8, 80
+# Values of an origin.
+MOST_VALUES = 8
 # Ratios from this on, and below its inverse, are factors and not per cent.
 FACTOR = 1.5
 
@@ -59,7 +59,7 @@ def ratio_text(row: Compared) -> str:
     """The speed beside the reference's: per cent of change, or a factor where that is 1.5 or more."""
     if row.is_reference or row.ratio is None:
         return "1" if row.is_reference else "unknown"
-    wide = None if row.ratio_high is None else row.ratio_high - row.ratio
+    wide = None if row.interval is None else row.interval[1] - row.ratio
     if 1 / FACTOR < row.ratio < FACTOR:
         around = "" if wide is None else f" ± {100 * wide:.1f}"
         return f"{100 * (row.ratio - 1):+.1f}{around} %"
@@ -74,7 +74,7 @@ def _memory(row: Compared) -> str:
 
 
 def _energy(row: Compared) -> str:
-    estimated = "" if row.energy_measured or row.tokens_per_joule is None else " (TDP)"
+    estimated = " (TDP)" if row.energy == "TDP" else ""
     return metric_text("tokens_per_joule", row.tokens_per_joule) + estimated
 
 
@@ -96,23 +96,21 @@ COLUMNS = (
     Column("days", "days", lambda row: number(row.days, ",.1f")),
     Column("runs", "runs", lambda row: str(len(row.record.rates) or len(row.record.runs))),
     Column("hardware", "hardware", lambda row: row.record.hardware or "unknown", words=True),
-    Column("DEVICEs", "n_gpus", lambda row: number(row.record.n_gpus, "d")),
+    Column("devices", "n_gpus", lambda row: number(row.record.n_gpus, "d")),
     Column("remarks", "remarks", lambda row: "; ".join(row.remarks), words=True),
 )
 
 
 def columns_of(members: Sequence[Compared]) -> list[Column]:
-    """The columns with a known value in a group; its devices are GPUs, or devices on a CPU."""
-    of_cpu = any(r.record.result and r.record.result.device.type == "cpu" for r in members)
-    shown = [
-        dataclasses.replace(c, head=c.head.replace("DEVICE", "device" if of_cpu else "GPU"))
+    """The columns with a known value in a group; the title has the machine that all share."""
+    machines = {(row.record.hardware, row.record.n_gpus) for row in members}
+    in_title = ("hardware", "n_gpus") if members[0].shared and len(machines) == 1 else ()
+    return [
+        c
         for c in COLUMNS
         if c.fact == "tokens_per_sec_per_gpu"
-        or any(c.text(row) not in ("unknown", "") for row in members)
+        or (c.fact not in in_title and any(c.text(r) not in ("unknown", "") for r in members))
     ]
-    machines = {(row.record.hardware, row.record.n_gpus) for row in members}
-    alike = members[0].shared and len(machines) == 1  # the title has them
-    return [c for c in shown if not (alike and c.fact in ("hardware", "n_gpus"))]
 
 
 def counted_otherwise(r: Record) -> bool:
@@ -129,14 +127,10 @@ def show_comparison(rows: list[Compared]) -> None:
     """The tables on the screen, and below each what it shows."""
     for group, members in grouped(rows, lambda row: row.group).items():
         columns = columns_of(members)
-        more = len(members) - MOST_SHOWN
-        shown = sorted(members, key=by_speed)[:MOST_SHOWN] if more > 0 else members
-        lines = [[column.text(row) for column in columns] for row in shown]
+        lines = [[column.text(row) for column in columns] for row in members]
         heads, left = [c.head for c in columns], [c.head for c in columns if c.words]
         title = ": ".join(filter(None, (group, members[0].shared)))
         print(markdown_table(heads, lines, left, title), end="")
-        if more > 0:
-            print(f"{more} more setting{'s' * (more > 1)}: --output-dir DIR writes all")
         if answer := headline(members):
             print(answer)
     for line in footnotes(rows):
@@ -148,7 +142,7 @@ def footnotes(rows: Sequence[Compared]) -> list[str]:
     notes = []
     if any(counted_otherwise(row.record) for row in rows):
         notes.append("* counted by another suite in its own way")
-    if tested := sum(row.ratio_low is not None and row.enough_runs for row in rows):
+    if tested := sum(row.tested for row in rows):
         plural = "s" if tested > 1 else ""
         notes.append(
             f"{tested} verdict{plural}: the chance that any is false is at most {TABLE_ERROR:.0%} "
@@ -164,16 +158,16 @@ def _fields(source: Record | Compared, names: str) -> dict[str, Any]:
 def row_facts(row: Compared) -> dict[str, Any]:
     """A setting's figures, as all files have them; None for what is unknown."""
     r = row.record
-    energy = None if row.tokens_per_joule is None else "measured" if row.energy_measured else "TDP"
+    low, high = row.interval or (None, None)
     facts = {"group": row.group, "setting": r.setting, "runs": len(r.rates) or len(r.runs)}
     facts |= _fields(r, "hardware n_gpus tokens_per_sec_per_gpu")
     facts |= {"ratio": 1.0 if row.is_reference else row.ratio}
-    facts |= _fields(row, "ratio_low ratio_high verdict")
+    facts |= {"ratio_low": low, "ratio_high": high, "verdict": row.verdict}
     facts |= {"not_compared": "; ".join(row.not_compared), "remarks": "; ".join(row.remarks)}
     facts |= _fields(r, "model_tflops_per_gpu mfu flop_convention memory_gib memory_kind")
     facts |= {"usd_per_trillion_tokens": row.usd_per_trillion}
-    facts |= {"tokens_per_joule": row.tokens_per_joule, "energy": energy, "goodput": r.goodput}
-    return facts | {"days": row.days}
+    facts |= _fields(row, "tokens_per_joule energy")
+    return facts | {"goodput": r.goodput, "days": row.days}
 
 
 def runs_table(rows: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -224,7 +218,7 @@ def write(rows: list[Compared], directory: Path, remarks: list[str], page: str) 
     write_rows(directory / "runs.csv", runs)
     content = {
         "about": "Ratios are of tokens/s per GPU to each group's reference, with 95 % intervals.",
-        "made": today(),
+        "made": now()[:10],
         "version": __version__,
         "table_error": TABLE_ERROR,
         "remarks": remarks,
@@ -237,25 +231,13 @@ def write(rows: list[Compared], directory: Path, remarks: list[str], page: str) 
     return f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}\n"
 
 
-def today() -> str:
-    """The date, UTC."""
-    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-
-
 def unknown_models(rows: list[Compared]) -> list[str]:
-    """A line on the logs that are compared with nothing because they lack their model or length."""
-    if len({row.group for row in rows}) == 1:
+    """A line on the logs that are compared with nothing because they lack their model."""
+    logs = [shown_path(row.record.path) for row in rows if not row.record.model_told]
+    if not logs or len({row.group for row in rows}) == 1:
         return []
-    told = {r.model for row in rows if (r := row.record).seq_len}
-    lacks = {
-        "the model: {}; use --log LOG:model=NAME": lambda r: not r.model_told,
-        "the length: {}; use --log LOG:seq-len=N": lambda r: not r.seq_len and r.model in told,
-    }
-    lines = []
-    for text, lacking in lacks.items():
-        if names := ", ".join(shown_path(row.record.path) for row in rows if lacking(row.record)):
-            lines.append(f"not compared with others, their logs lack {text.format(names)}")
-    return lines
+    lacks = f"not compared with others, their logs lack the model: {', '.join(logs)}"
+    return [f"{lacks}; use --log LOG:model=NAME"]
 
 
 def headline(members: Sequence[Compared]) -> str:
@@ -275,16 +257,10 @@ def headline(members: Sequence[Compared]) -> str:
         rivals = [m for m, answer in zip(others, settle(pairs), strict=True) if answer != "faster"]
         if (other if best.is_reference else best).verdict not in ("faster", "slower"):
             rivals.append(other)
-        sure = f"not sure: {_short(rivals[0])} may be as fast" if rivals else "sure"
+        sure = f"not sure: {short(rivals[0].record.setting)} may be as fast" if rivals else "sure"
     speed, than = (m.record.tokens_per_sec_per_gpu or math.nan for m in (best, other))
     usd = best.usd_per_trillion
     cost = f"; US$ {usd:,.0f} per trillion tokens" if usd else ""
     per = " per device" if len({m.record.n_gpus for m in rated}) > 1 else ""
-    factor = f"{speed / than:.2f}x as fast as {_short(other)}"
-    return f"Fastest{per}: {_short(best)}, {factor}, {sure}{cost}."
-
-
-def _short(row: Compared) -> str:
-    """The name of a setting, no longer than a headline bears."""
-    name = row.record.setting
-    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 1]}…"
+    factor = f"{speed / than:.2f}x as fast as {short(other.record.setting)}"
+    return f"Fastest{per}: {short(best.record.setting)}, {factor}, {sure}{cost}."

@@ -9,7 +9,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import locked, write_whole
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.base.tables import grouped
-from llm_train_bench.compare.gate import figures_of, unusable
+from llm_train_bench.compare.gate import rate_of, unusable
 from llm_train_bench.compare.read_results import record_of_result
 from llm_train_bench.compare.records import Record
 from llm_train_bench.compare.run_files import (
@@ -31,11 +31,8 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
     """
     if path.name in ("result.json", "steps.jsonl"):
         raise UsageError(f"--save {path}: would replace a run's own file; use another name")
-    lines, code = [], 0
-    for r in runs:
-        if why := unusable(r):
-            lines.append(f"left out {r.label}: {why}")
-            code = 5
+    lines = [f"left out {r.label}: {why}" for r in runs if (why := unusable(r))]
+    code = 5 if lines else 0
     usable = [r for r in runs if not unusable(r)]
     if not usable:
         return lines, code
@@ -55,7 +52,7 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
             if tolerances.get(key) is not None:
                 entry.tolerance = tolerances[key]
             entries.append(entry)
-            rate = figures_of(members).rate.value
+            rate = rate_of(members).value
             n = f"{len(members)} run{'s' * (len(members) > 1)}"
             disturbed = sorted({text for r in members for text in r.texts("disturbed")})
             doubt = f"; disturbed: {', '.join(disturbed)}" if disturbed else ""
@@ -64,9 +61,6 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
         if len(text) > MOST_BYTES:
             raise UsageError(f"--save {path}: would be larger than {MOST_BYTES // 2**20} MiB")
         write_whole(path, text)
-    lines += [
-        f"{r.label}: has no steps, which check.py --verify needs" for r in usable if not r.steps
-    ]
     return lines, code
 
 

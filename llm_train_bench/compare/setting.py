@@ -6,6 +6,7 @@ state are conditions of a run: they are no part of the identity, and are shown w
 
 import collections
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -81,11 +82,8 @@ def identity(r: Record) -> str:
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
     """Runs of one setting under the same conditions, in order."""
-
-    def key(r: Record) -> tuple:
-        return identity(r), tuple(sorted((r.conditions or {}).items()))
-
-    return list(grouped(records, key).values())
+    groups = grouped(records, lambda r: (identity(r), frozenset(r.conditions.items())))
+    return list(groups.values())
 
 
 def setting_name(facts: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
@@ -133,7 +131,7 @@ def name_settings(members: Sequence[Record]) -> str:
             record.setting = f"{record.setting} ({which})"
     if len(known) < len(facts):
         return ""
-    conditions = {key for r in members for key in r.conditions or {}} - default.keys()
+    conditions = {key for r in members for key in r.conditions} - default.keys()
     hidden = {*differ, *conditions, "model", "data", "seq_len"}
     return setting_name(
         {k: v for k, v in known[0].items() if k in keys and k not in hidden}, default
@@ -146,13 +144,9 @@ def _facts(r: Record) -> dict[str, Any]:
     if flags.get("grad_acc_steps") is not None and flags.get("bsz") is not None:
         flags.pop("global_batch", None)  # follows from these and the GPUs
     # A flag may be `auto`, and the conditions say what that chose.
-    conditions = r.conditions or {}
-    return (
-        {"": r.hardware, "devices": r.n_gpus, "model": r.model}
-        | conditions
-        | flags
-        | {key: value for key, value in conditions.items() if key in flags}
-    )
+    chosen = {key: value for key, value in r.conditions.items() if key in flags}
+    machine = {"": r.hardware, "devices": r.n_gpus, "model": r.model}
+    return machine | r.conditions | flags | chosen
 
 
 def _word(key: str, value: Any) -> str:
@@ -214,32 +208,19 @@ def _short(value) -> str:
 Answer = Literal["faster", "slower", "uncertain"]
 
 
-def compare_speed(a: Mean, b: Mean, faster: float, slower: float, bound: float = 1.0) -> Answer:
-    """Whether the rate `a` is surely above or below `bound` times `b`, by Welch's test.
-
-    `faster` and `slower` are the one-sided confidences that these answers need.
-    """
-    gap = difference(a, _scaled(b, bound))
-    if gap is None:
-        return "uncertain"
-    margin, error, degrees = gap
-    if margin + student_t(slower, degrees) * error < 0:
-        return "slower"
-    return "faster" if margin >= student_t(faster, degrees) * error else "uncertain"
-
-
 def settle(pairs: Sequence[tuple[Mean, Mean]], error: float = TABLE_ERROR) -> list[Answer]:
     """Which rate of each pair is surely higher: any false answer among all has at most this chance.
 
-    Holm's correction (1979): the pair that is least likely to be noise comes first, and needs the most.
+    Welch's test with Holm's correction (1979): the pair that is least likely to be noise comes first, and
+    needs the most.
     """
-    order = sorted(range(len(pairs)), key=lambda i: _chance(*pairs[i]))
     answers: list[Answer] = ["uncertain"] * len(pairs)
-    for rank, i in enumerate(order):
-        sure = 1 - error / (len(pairs) - rank) / 2
-        answers[i] = compare_speed(*pairs[i], sure, sure)
-        if answers[i] == "uncertain":
+    chances = [_chance(a, b) for a, b in pairs]
+    for rank, i in enumerate(sorted(range(len(pairs)), key=chances.__getitem__)):
+        if chances[i] > error / (len(pairs) - rank):
             break
+        a, b = pairs[i]
+        answers[i] = "faster" if a.value > b.value else "slower"
     return answers
 
 
@@ -251,17 +232,10 @@ def _chance(a: Mean, b: Mean) -> float:
 
 def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of a mean rate over another (Welch); None with fewer than two runs on a side."""
-    if min(len(a), len(b)) < 2:
-        return None
-    above, below = mean_of(a), mean_of(b)
-    ratio = above.value / below.value
-    gap = difference(above, _scaled(below, ratio))
-    if gap is None:
+    ratio = statistics.fmean(a) / statistics.fmean(b)
+    gap = difference(mean_of(a), mean_of([ratio * rate for rate in b]))
+    if gap is None or min(len(a), len(b)) < 2:
         return None
     _, error, degrees = gap
-    wide = student_t(0.975, degrees) * error / below.value
+    wide = student_t(0.975, degrees) * error / statistics.fmean(b)
     return ratio - wide, ratio + wide
-
-
-def _scaled(mean: Mean, factor: float) -> Mean:
-    return Mean(factor * mean.value, mean.n, factor * mean.std, mean.degrees)
