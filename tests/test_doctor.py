@@ -15,7 +15,7 @@ from tests.helpers import python
 NVIDIA_SMI = """#!/bin/sh
 case "$1" in
 --query-gpu*) echo "0, GPU-aaa, NVIDIA H200, 580.1, 91000, 143771"; echo "1, GPU-bbb, NVIDIA H200, 580.1, 4, 143771";;
---query-compute-apps*) echo "GPU-aaa, 4711, python3, 90800";;
+--query-compute-apps*) echo "GPU-aaa, 4711, 90800, python3";;
 esac
 """  # noqa: E501
 ROCM_SMI = """#!/bin/sh
@@ -59,7 +59,7 @@ def test_libraries_that_are_old_or_missing(installed):
     torch = installed("cpu", "torch", torch="2.9.1+cu128")
     assert torch.state == "fail" and "2.9.1+cu128, older than 2.11" in torch.found
     torchao = installed("nvidia", "torchao", torchao=None)
-    assert torchao.state == "warn" and "pip install -e '.[fp8]'" in torchao.advice
+    assert torchao.state == "none" and "pip install -e '.[fp8]'" in torchao.advice
     assert installed("nvidia", "numpy", numpy=None).state == "fail"
     assert installed("nvidia", "nvidia-ml-py").state == "ok"
     assert installed("nvidia", "amdsmi") is None

@@ -34,18 +34,15 @@ from llm_train_bench.model.json_files import parse_json
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: `ok`, `warn` (something is slower or absent) or `fail`."""
+    """One thing that was looked at.
+
+    `state` is `ok`, `none` (a feature is absent), `warn` (something is slower), or `fail`.
+    """
 
     what: str
     state: str
     found: str
     advice: str = ""
-
-    @property
-    def optional(self) -> bool:
-        """Whether only a feature is absent: nothing is slower without it."""
-        names = [line.split(" | ")[0].removeprefix("*") for line in NEEDED.strip().splitlines()]
-        return self.state == "warn" and self.what in ("GPU driver", *names)
 
 
 def judged(what: str, found: str, wrong: bool, advice: str, state: str = "warn") -> Finding:
@@ -118,52 +115,44 @@ def formats() -> Finding:
     """Whether this CPU has instructions for bf16."""
     if cpu_multiplies("bf16"):
         return Finding("bf16", "ok", "the CPU has instructions for it")
-    return Finding(
-        "bf16", "warn", SLOW_FORMAT, "nothing to do: --amp auto, the default, takes fp32"
-    )
+    advice = "nothing to do: --amp auto, the default, takes fp32"
+    return Finding("bf16", "warn", SLOW_FORMAT, advice)
 
 
 def drivers(kind: str) -> list[Finding]:
     """The driver, its GPUs, and the processes that hold their memory."""
     if kind == "cpu":
         text = "no GPU driver; use small models on the CPU"
-        return [Finding("GPU driver", "warn", text, "in a container: docker run --gpus all ...")]
+        return [Finding("GPU driver", "none", text, "in a container: docker run --gpus all ...")]
     tool = "nvidia-smi" if kind == "nvidia" else "rocm-smi"
     if kind == "amd" and shutil.which(tool) is None and shutil.which("amd-smi"):
         return [Finding("GPU driver", "ok", "there is one; amd-smi monitor shows its GPUs")]
     if shutil.which(tool) is None:
         advice = f"put {tool} on PATH, or start the container with the GPUs' tools"
-        return [Finding("GPU driver", "warn", f"there is one, but no {tool}", advice)]
+        return [Finding("GPU driver", "none", f"there is one, but no {tool}", advice)]
     return list(nvidia() if kind == "nvidia" else amd())
 
 
 def nvidia() -> Iterator[Finding]:
-    """Findings from nvidia-smi."""
-    text = output_of("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,memory.used,memory.total",
-                   "--format=csv,noheader,nounits")  # fmt: skip
-    if text is None:
+    """GPUs by nvidia-smi, and the processes that hold their memory."""
+    cards = _smi("gpu", "index uuid name driver_version memory.used memory.total")
+    if not cards:
         advice = "sudo dmesg | grep -i nvrm; a reboot after a driver update often helps"
-        yield Finding("GPU driver", "fail", "nvidia-smi fails", advice)
-        return
-    holders = output_of("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
-                      "--format=csv,noheader,nounits") or ""  # fmt: skip
-    for line in text.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) != 6:
-            advice = "nvidia-smi says more; is the GPU visible in this container?"
-            yield Finding("GPU driver", "fail", f"nvidia-smi: {line.strip()}", advice)
-            return
-        index, uuid, name, driver, used, total = parts
-        yield Finding(f"GPU {index}", "ok", f"{name}, driver {driver}, {total} MiB")
-        in_use, held = f"GPU {index} is in use", f"{used} of {total} MiB held"
-        mine = [p for p in holders.splitlines() if p.startswith(uuid) and p.count(",") >= 3]
-        if not mine and _mib(used) * 2**20 > 1024:
+        yield Finding("GPU driver", "fail", "nvidia-smi lists no GPU", advice)
+    processes = _smi("compute-apps", "gpu_uuid pid used_memory process_name")
+    for card in cards:
+        gpu, used, total = f"GPU {card['index']}", card["memory.used"], card["memory.total"]
+        found = f"{card['name']}, driver {card['driver_version']}, {total} MiB"
+        yield Finding(gpu, "ok", found)
+        held = f"{used} of {total} MiB held"
+        holders = [p for p in processes if p["gpu_uuid"] == card["uuid"]]
+        if not holders and (_number(used) or 0.0) > 1024:
             advice = "a process that is not visible from here, perhaps of another container"
-            yield Finding(in_use, "warn", held, advice)
-        for process in mine:
-            _, pid, command, memory = (part.strip() for part in process.split(",", 3))
-            text = f"{held}, {memory} MiB by process {pid} ({command})"
-            yield Finding(in_use, "warn", text, f"if it is yours and not wanted: kill {pid}")
+            yield Finding(f"{gpu} is in use", "warn", held, advice)
+        for p in holders:
+            by = f"{p['used_memory']} MiB by process {p['pid']} ({p['process_name']})"
+            advice = f"if it is yours and not wanted: kill {p['pid']}"
+            yield Finding(f"{gpu} is in use", "warn", f"{held}, {by}", advice)
     yield from nvidia_health()
 
 
@@ -171,16 +160,14 @@ def nvidia() -> Iterator[Finding]:
 HEALTH = (
     "index power.limit power.default_limit pcie.link.width.current pcie.link.width.max "
     "ecc.errors.uncorrected.volatile.total clocks.applications.graphics clocks.max.graphics"
-).split()
-REMAPPED = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
+)
 # The oldest drivers for a CUDA version (CUDA Toolkit release notes, minor version compatibility).
 OLDEST_DRIVERS = {"11": 450, "12": 525, "13": 580}
 
 
 def nvidia_health() -> Iterator[Finding]:
     """Power limits, PCIe links, memory errors and clocks of NVIDIA GPUs that are not right."""
-    form = "--format=csv,noheader,nounits"
-    for row in _table("nvidia-smi", f"--query-gpu={','.join(HEALTH)}", form, columns=HEALTH):
+    for row in _smi("gpu", HEALTH):
         gpu, value = f"GPU {row['index']}", {k: _number(v) for k, v in row.items()}
         limit, usual = value["power.limit"], value["power.default_limit"]
         if limit and usual and limit < 0.98 * usual:
@@ -201,9 +188,7 @@ def nvidia_health() -> Iterator[Finding]:
             advice = f"sudo nvidia-smi -i {row['index']} -rac, and -rgc"
             found = f"applications run at {clock:.0f} of {highest:.0f} MHz"
             yield Finding(f"{gpu}: clocks", "warn", found, advice)
-    rows = _table(
-        "nvidia-smi", f"--query-remapped-rows={','.join(REMAPPED)}", form, columns=REMAPPED
-    )
+    rows = _smi("remapped-rows", "remapped_rows.pending remapped_rows.failure")
     for number, row in enumerate(rows):
         for kind, advice in (
             ("pending", "reset the GPU when it is idle, so that the remapping takes effect"),
@@ -220,25 +205,25 @@ LANES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 def pcie_gb_per_s(index: int) -> float | None:
     """The rate of an NVIDIA GPU's PCIe link in one direction; None where nvidia-smi does not tell."""
-    columns = ("pcie.link.gen.max", "pcie.link.width.current")
-    form = ("-i", str(index), "--format=csv,noheader,nounits")
-    for row in _table("nvidia-smi", f"--query-gpu={','.join(columns)}", *form, columns=columns):
-        generation, width = (_number(row[name]) for name in columns)
-        if generation and width and int(generation) in LANES:
+    for row in _smi("gpu", "pcie.link.gen.max pcie.link.width.current", "-i", str(index)):
+        generation, width = map(_number, row.values())
+        if generation and width and generation in LANES:
             return LANES[int(generation)] * width
     return None
 
 
-def _table(*command: str, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Rows of a tool's CSV by their columns; none where it has not all of them."""
-    for line in (output_of(*command) or "").splitlines():
-        values = [value.strip() for value in line.split(",")]
-        if len(values) == len(columns):
-            yield dict(zip(columns, values, strict=True))
+def _smi(query: str, columns: str, *options: str) -> list[dict[str, str]]:
+    """Rows of a query of nvidia-smi by their columns; none where it fails or has not all of them."""
+    names = columns.split()
+    which = f"--query-{query}={','.join(names)}"
+    text = output_of("nvidia-smi", *options, which, "--format=csv,noheader,nounits") or ""
+    # The last value may have commas: a process's name.
+    rows = (line.split(", ", len(names) - 1) for line in text.splitlines())
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
 
 
-def _number(text: str) -> float | None:
-    return float(text) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text) else None
+def _number(text: object) -> float | None:
+    return float(text) if re.fullmatch(r"\d{1,19}(\.\d{1,6})?", str(text)) else None
 
 
 def amd() -> Iterator[Finding]:
@@ -257,7 +242,8 @@ def amd() -> Iterator[Finding]:
         if not card.startswith("card"):
             continue
         name = values.get("Card Series") or values.get("Card series") or "AMD GPU"
-        total, used = (_mib(values.get(f"VRAM Total {of} (B)")) for of in ("Memory", "Used Memory"))
+        sizes = (values.get(f"VRAM Total {of} (B)") for of in ("Memory", "Used Memory"))
+        total, used = ((_number(size) or 0.0) / 2**20 for size in sizes)
         yield Finding(card, "ok", f"{name}, driver {driver}, {total:.0f} MiB")
         if used > 1024:
             advice = "rocm-smi --showpids names who holds it"
@@ -274,16 +260,11 @@ def libraries(kind: str) -> Iterator[Finding]:
             advice = "ROCm's image (rocm/primus), or github.com/ROCm/TransformerEngine"
         version = installed_version(name)
         text = version or f"not installed; needed for {purpose}"
-        wrong, state = version is None, "fail" if line.startswith("*") else "warn"
+        wrong, state = version is None, "fail" if line.startswith("*") else "none"
         numbers = [int(n) for n in re.findall(r"\d+", version or "")[:2]]
         if name == "torch" and version and numbers < OLDEST_TORCH:
             text, wrong = f"{version}, older than {'.'.join(map(str, OLDEST_TORCH))}", True
         yield judged(name, text, wrong, advice, state)
-
-
-def _mib(size: object) -> float:
-    """Bytes as text in MiB; 0 for what is not a number."""
-    return int(size) / 2**20 if isinstance(size, str) and re.fullmatch(r"\d{1,19}", size) else 0.0
 
 
 def compiler() -> Finding:
@@ -321,10 +302,9 @@ def torch_sees(kind: str) -> Iterator[Finding]:
     if kind != "cpu" and not n:
         advice = "install the build for this GPU (pytorch.org), or check CUDA_VISIBLE_DEVICES"
         yield Finding("PyTorch and the driver", "fail", f"{kind} driver, but {built}", advice)
-    number = re.match(
-        r"\d+", output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
-    )
-    oldest = OLDEST_DRIVERS.get(str(cuda).partition(".")[0], 0) if kind == "nvidia" else 0
+    oldest = OLDEST_DRIVERS.get(str(cuda).partition(".")[0], 0)
+    drivers = [row["driver_version"] for row in _smi("gpu", "driver_version")]
+    number = re.match(r"\d+", drivers[0]) if drivers else None
     if number and int(number[0]) < oldest:
         advice = f"update the driver to {oldest} or newer, or install PyTorch for an older CUDA"
         yield Finding("old driver", "fail", f"{number[0]}; PyTorch has CUDA {cuda}", advice)
@@ -355,9 +335,9 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 def placement(nodes: Path = NODES, cpu_max: Path = CPU_MAX) -> Iterator[Finding]:
     """Cores of several NUMA nodes, and a container's quota of CPU time."""
-    mine, across = _own_cores(), 0
-    for file in sorted(nodes.glob("node[0-9]*/cpulist")):
-        across += bool(mine & _numbers(file.read_text(encoding="ascii")))
+    cores = nodes.glob("node[0-9]*/cpu[0-9]*")  # there are none but on Linux
+    own = [core for core in cores if int(core.name[3:]) in os.sched_getaffinity(0)]
+    across = len({core.parent for core in own})
     if across > 1:
         advice = "bind each rank to one node: torchrun --numa-binding node, or numactl -N 0 -m 0"
         yield Finding("NUMA nodes", "warn", f"this process may run on {across}", advice)
@@ -367,19 +347,6 @@ def placement(nodes: Path = NODES, cpu_max: Path = CPU_MAX) -> Iterator[Finding]
         yield Finding(
             "CPU quota", "warn", found, "raise the container's --cpus, or bind it to cores"
         )
-
-
-def _own_cores() -> set[int]:
-    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
-
-
-def _numbers(text: str) -> set[int]:
-    """The numbers of a list such as 0-3,8."""
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        low, _, high = part.partition("-")
-        found |= set(range(int(low), int(high or low) + 1))
-    return found
 
 
 # Parts of a window or of a rate from which check.py reports them.
