@@ -344,13 +344,12 @@ def placement(nodes: Path = NODES, cpu_max: Path = CPU_MAX) -> Iterator[Finding]
     quota = cpu_max.read_text(encoding="ascii").split() if cpu_max.exists() else ["max"]
     if quota[0] != "max" and (cores := int(quota[0]) / int(quota[1])) < n_cores():
         found = f"{cores:.1f} cores' time for {n_cores()} cores"
-        yield Finding(
-            "CPU quota", "warn", found, "raise the container's --cpus, or bind it to cores"
-        )
+        advice = "raise the container's --cpus or its CPU limit, or bind it to cores"
+        yield Finding("CPU quota", "warn", found, advice)
 
 
-# Parts of a window or of a rate from which check.py reports them.
-THROTTLED_CPU, SLOW_COPY = 0.02, 0.6
+# Copies below this part of their link's rate are reported.
+SLOW_COPY = 0.6
 
 
 def of_remarks(remarks: Iterable["Remark"], where: str) -> Iterator[Finding]:
@@ -362,16 +361,10 @@ def of_remarks(remarks: Iterable["Remark"], where: str) -> Iterator[Finding]:
 
 def of_rates(rates: Mapping[str, float]) -> Iterator[Finding]:
     """What the rates of check/probe.py show besides their sizes."""
-    if (part := rates.get("throttled_cpu", 0.0)) > THROTTLED_CPU:
-        advice = "raise the container's --cpus, or its CPU limit in Kubernetes"
-        found = f"the container's quota stopped this process for {part:.0%} of the time"
-        yield Finding("throttled CPU", "warn", found, advice)
     link = rates.get("link_gb_per_s")
     for name in ("host to device", "device to host"):
         rate = rates.get(name)
         if rate and link and rate < SLOW_COPY * link:
-            advice = (
-                "check the slot, the NUMA node of this process, and the virtual machine's IOMMU"
-            )
+            advice = "check the slot, this process's NUMA node, and a virtual machine's IOMMU"
             found = f"{rate:.1f} GB/s; its PCIe link has {link:.1f}"
             yield Finding(f"copies {name}", "warn", found, advice)

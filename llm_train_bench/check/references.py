@@ -10,7 +10,7 @@ from llm_train_bench.base.files import ROOT
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.base.machine import Platform
 from llm_train_bench.check.workloads import Workload
-from llm_train_bench.estimate.predict import Estimate, EstimateFlags, make_estimate
+from llm_train_bench.estimate.predict import EstimateFlags, make_estimate
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.json_files import parse_json
 from llm_train_bench.results.schema import Result
@@ -47,18 +47,15 @@ class Reached:
     reference: Reference | None = None
     missing: str = ""
     workload: bool = False
-    less_is_better: bool = False
 
     @property
     def part(self) -> float | None:
         """The part of its reference that it reaches."""
         if self.value is None or self.reference is None:
             return None
-        ratio = self.value / self.reference.value
-        return 1 / ratio if self.less_is_better else ratio
+        return self.value / self.reference.value
 
 
-# Name, unit, whether less is better.
 RATES = {
     "matmul bf16": "TFLOP/s",
     "matmul fp32": "TFLOP/s",
@@ -80,13 +77,10 @@ def rate_figures(rates: Mapping[str, Any], hardware: Hardware | None) -> Iterato
     """The figures of check/probe.py, held against configs/hardware.json where the device is listed."""
     known: dict[str, Reference] = {}
     if hardware and hardware.platform != "cpu":
-        best = "highest published matmul rate"
-        for name, value, source in (
-            ("matmul bf16", hardware.measured_bf16_tflops, best),
-            ("matmul fp8", hardware.measured_fp8_tflops, best),
-        ):
-            if value:
-                known[name] = Reference("published", value, value, value, source)
+        for name in ("bf16", "fp8"):
+            if best := getattr(hardware, f"measured_{name}_tflops"):
+                source = "highest published matmul rate"
+                known[f"matmul {name}"] = Reference("published", best, best, best, source)
         memory = COPIED * hardware.memory_tb_per_s
         share = f"{COPIED:.0%} of the datasheet"
         known["memory"] = Reference("estimated", memory, memory, hardware.memory_tb_per_s, share)
@@ -95,8 +89,7 @@ def rate_figures(rates: Mapping[str, Any], hardware: Hardware | None) -> Iterato
             known[name] = Reference("published", link, link, link, "rate of its PCIe link")
     for name, unit in RATES.items():
         if name in rates:
-            less = name == "launch"
-            yield Reached(name, unit, rates[name], known.get(name), less_is_better=less)
+            yield Reached(name, unit, rates[name], known.get(name))
 
 
 def workload_figure(
@@ -137,7 +130,8 @@ def estimated(r: Result, hardware: Hardware | None) -> Reference | None:
     """The estimate of the same run, with the range of its errors; without one, nobody knows it."""
     if hardware is None:
         return None
-    e = estimate_of(r, hardware)
+    plan = plan_of_result(r, hardware.platform, hardware.memory_gib)
+    e = make_estimate(plan, EstimateFlags(gpu=hardware.name, gpus=r.device.count), hardware)
     rate, text = e.tokens_per_sec_per_gpu, "estimate.py; no published figure tells its error"
     if e.accuracy is None:
         if hardware.platform == "cpu":
@@ -156,12 +150,6 @@ def plan_of_result(r: Result, platform: Platform, memory_gib: float | None) -> P
     args = parse_args(words, script)
     config = parse_config(r.model.config, r.model.path or args.config, args.pad_vocab)
     return make_plan(args, script, r.device.count, platform, config, memory_gib)
-
-
-def estimate_of(r: Result, hardware: Hardware) -> Estimate:
-    """What estimate.py says of a run on such a device."""
-    plan = plan_of_result(r, hardware.platform, hardware.memory_gib)
-    return make_estimate(plan, EstimateFlags(gpu=hardware.name, gpus=r.device.count), hardware)
 
 
 def judge_machine(
