@@ -99,13 +99,9 @@ def failures_of(told: dict[str, Any]) -> Sequence[str]:
     lines = [f"{unit['name']}: {text}" for unit in units for text in unit["failed"]]
     failed = [link for link in told["links"] if link["verdict"] == "fail"]
     if failed and len(failed) == len(told["links"]):  # it is the fabric, not a link
-        cause = (
-            told["cause"] if "TCP" in failed[0]["transport"] else "look at its cards and switches"
-        )
-        return [*lines, f"every link is too slow: {failed[0]['why']}: {cause}"]
+        return [*lines, f"every link is too slow: {failed[0]['why']}: {failed[0]['cause']}"]
     by_node = {i for i, unit in enumerate(units) if any("sends" in text for text in unit["failed"])}
-    slow = [x for x in told["links"] if x["slow"] or (x in failed and not by_node & {*x["units"]})]
-    for link in slow:
+    for link in (link for link in failed if not by_node & {*link["units"]}):
         a, b = (units[i]["name"] for i in link["units"])
         lines.append(f"the link between {a} and {b} is slow: {link['why']}")
     return lines

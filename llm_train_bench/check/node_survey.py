@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -59,8 +60,8 @@ class Unit:
 class Link:
     """A pair of units, by their places in the survey, and its rate.
 
-    `nominal_gb_per_s`: that of its cards or its NVLink together, None where unknown; `verdict` is by
-    that. `slow`: beside the other links.
+    `nominal_gb_per_s` is that of its cards or its NVLink together, None where unknown. `verdict` and
+    `why` are by that rate and by the other links.
     """
 
     units: tuple[int, int]
@@ -69,7 +70,7 @@ class Link:
     nominal_gb_per_s: float | None = None
     verdict: str = "not judged"
     why: str = ""
-    slow: bool = False
+    cause: str = "look at its cards and switches"
 
 
 @dataclasses.dataclass
@@ -80,15 +81,14 @@ class Survey:
     units: list[Unit]
     links: list[Link]
     collectives: list[dict[str, Any]]
-    cause: str = ""
-    """Why the links are TCP sockets."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON data, with a `verdict` on all: `pass`, `fail`, or `not judged`."""
-        slow = any(x.slow or x.verdict == "fail" for x in self.links)
-        slow |= any(unit.failed for unit in self.units)
-        sure = all(link.verdict == "pass" for link in self.links)
-        verdict = "fail" if slow else "pass" if sure else "not judged"
+        verdicts = {link.verdict for link in self.links}
+        if "fail" in verdicts or any(unit.failed for unit in self.units):
+            verdict = "fail"
+        else:
+            verdict = "not judged" if "not judged" in verdicts else "pass"
         exclude = ",".join(unit.host for unit in self.units if unit.failed and unit.host)
         return dataclasses.asdict(self) | {"verdict": verdict, "exclude": exclude}
 
@@ -175,7 +175,7 @@ def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
         nominal = fabric.nominal_of(link.transport, device_called(result.device))
         link.nominal_gb_per_s = nominal and nominal * len(pairs)
         if "TCP" in link.transport:
-            result.cause = known[pairs[0][0]][1]
+            link.cause = known[pairs[0][0]][1]
     judge_survey(result)
     return result
 
@@ -183,10 +183,9 @@ def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
 def judge_survey(s: Survey) -> None:
     """Mark slow nodes and links, in place, by the others and by the rates that they should have.
 
-    A link is slow by its rate. It is the node's fault if all links of the node are slow.
+    If all links of a node are slow beside the others, it is the node's fault.
     """
-    rates = sorted(unit.tflops for unit in s.units)
-    usual = rates[len(rates) // 2]
+    usual = statistics.median_high(unit.tflops for unit in s.units)
     for unit in s.units:
         if unit.tflops < SLOW * usual:
             unit.failed.append(f"computes at {unit.tflops / usual:.0%} of the median")
@@ -200,10 +199,11 @@ def judge_survey(s: Survey) -> None:
         if len(s.units) > 2 and unit.gb_per_s is not None and unit.gb_per_s < SLOW_LINK * fine:
             unit.failed.append(f"sends at {unit.gb_per_s / fine:.0%} of the others' rate")
     for link in s.links:
-        of_node = any("sends" in text for i in link.units for text in s.units[i].failed)
-        link.slow = link.gb_per_s < SLOW_LINK * fine and not of_node
         rates = link.gb_per_s, link.nominal_gb_per_s
         link.verdict, link.why = fabric.judged_link(link.transport, *rates)
+        of_node = any("sends" in text for i in link.units for text in s.units[i].failed)
+        if link.gb_per_s < SLOW_LINK * fine and not of_node:
+            link.verdict = "fail"
 
 
 def survey_job(nproc: int | None, as_json: bool) -> int:
@@ -264,22 +264,14 @@ def survey_by(ranks: Ranks) -> dict[str, Any]:
 
 def show_survey(told: dict[str, Any]) -> None:
     """Print a line a node, the slow links, and the collectives of all, from a survey's JSON data."""
-    columns = (
-        "node",
-        "ranks",
-        "TFLOP/s of the slowest device",
-        "GB/s of the fastest link",
-        "verdict",
-    )
-    ranks = sum(len(unit["ranks"]) for unit in told["units"])
+    columns = ("node", "ranks", "slowest device: TFLOP/s", "fastest link: GB/s", "verdict")
     rows = []
     for unit in told["units"]:
         verdict = f"FAIL: {'; '.join(unit['failed'])}" if unit["failed"] else "pass"
-        of = unit["ranks"]
-        of = f"{of[0]}-{of[-1]}" if of[1:] else str(of[0])
+        ranks = "-".join(str(unit["ranks"][i]) for i in sorted({0, len(unit["ranks"]) - 1}))
         rate, link = number(unit["tflops"], ".4g"), number(unit["gb_per_s"], ".2f")
-        rows.append((unit["name"], of, rate, link, verdict))
-    title = f"{ranks} ranks, {told['device']}"
+        rows.append((unit["name"], ranks, rate, link, verdict))
+    title = f"{sum(len(unit['ranks']) for unit in told['units'])} ranks, {told['device']}"
     print(markdown_table(columns, rows, left=("verdict",), title=title), end="")
     _show_links(told)
     for line in failures_of(told):
@@ -294,9 +286,7 @@ def show_survey(told: dict[str, Any]) -> None:
     if told["verdict"] == "pass":
         print("pass: no node and no link is slow")
     elif told["verdict"] == "not judged":
-        print(
-            "no node and no link is slower than the others; not all rates could be judged, as above"
-        )
+        print("no node and no link is slower than the others; not all rates could be judged")
 
 
 def _show_links(told: dict[str, Any]) -> None:

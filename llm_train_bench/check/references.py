@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from llm_train_bench.base.files import ROOT
@@ -153,25 +153,21 @@ def plan_of_result(r: Result, platform: Platform, memory_gib: float | None) -> P
 
 
 def judge_machine(
-    figures: Iterable[Reached], at_least: float
+    figures: Sequence[Reached], at_least: float
 ) -> tuple[MachineVerdict, float | None, str]:
     """The verdict, the part of its references that the machine reaches, and a line on both.
 
     The part is the geometric mean over workloads. A reference with a range gives the part a range: it
     passes if all of it is at least `at_least`, and is below if none of it is.
     """
-    judged = [f for f in figures if f.workload and f.part is not None and f.reference]
+    judged = [(f.value, f.reference) for f in figures if f.workload and f.value and f.reference]
     unknown = [f.name for f in figures if f.workload and f.part is None]
     if not judged:
         return "not judged", None, "no figure has a reference"
-
-    def mean(parts: Iterable[float]) -> float:
-        return math.exp(statistics.fmean(math.log(max(1e-9, part)) for part in parts))
-
-    value = mean(f.part or 0.0 for f in judged)
-    low = mean((f.value or 0.0) / min(f.reference.high, 1e30) for f in judged if f.reference)
-    high = mean((f.value or 0.0) / max(f.reference.low, 1e-30) for f in judged if f.reference)
-    kinds = sorted({f.reference.kind for f in judged if f.reference})
+    value = statistics.geometric_mean(reached / r.value for reached, r in judged)
+    low = statistics.geometric_mean(reached / min(r.high, 1e30) for reached, r in judged)
+    high = statistics.geometric_mean(reached / max(r.low, 1e-30) for reached, r in judged)
+    kinds = sorted({r.kind for _, r in judged})
     text = f"{value:.0%} of the {' and '.join(kinds)} reference"
     if unknown:
         text += f", without {', '.join(unknown)}"
