@@ -102,11 +102,10 @@ def main(argv: Sequence[str]) -> int:
             )
         print("# identical_config: all platforms have the same hyperparameters")
     if args.dry_run:
-        for cell, words in zip(cells, commands, strict=True):
-            settings = [f"{name}={shlex.quote(value)}" for name, value in cell.environment]
-            name = words[0].removesuffix(".py").replace("_", "-")
-            program = ["python", words[0]] if Path.cwd() == ROOT else ["llm-train-bench", name]
-            print(printable(" ".join([*settings, shlex.join([*program, *words[1:]])])))
+        for script, *words in commands:
+            name = script.removesuffix(".py").replace("_", "-")
+            program = ["python", script] if Path.cwd() == ROOT else ["llm-train-bench", name]
+            print(printable(shlex.join([*program, *words])))
         print(summary(cells, experiment, platform, args.tune))
         return 0
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")

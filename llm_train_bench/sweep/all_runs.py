@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from llm_train_bench.base.errors import DoesNotFit, UsageError
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.formulas.speed_model import estimate_speed
-from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
 from llm_train_bench.sweep.experiment import Experiment
@@ -44,7 +43,6 @@ def estimated_seconds(cells: Sequence[Cell], e: Experiment, platform: Platform) 
     """Seconds of a run of each setting, one after the other; None where a device is not known."""
     seconds = 0.0
     for cell in cells:
-        args = parse_args(cell.argv(), cell.script)
         try:
             work, device = work_on(cell, e, platform)
             step_s = estimate_speed(work, device).step_s
@@ -52,7 +50,7 @@ def estimated_seconds(cells: Sequence[Cell], e: Experiment, platform: Platform) 
             step_s = 0.0
         except UsageError:
             return None
-        seconds += min(START_S + step_s * (args.warmup_steps + args.n_steps), e.timeout_s)
+        seconds += min(START_S + step_s * (cell.args.warmup_steps + cell.args.n_steps), e.timeout_s)
     return seconds
 
 

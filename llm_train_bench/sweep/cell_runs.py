@@ -3,8 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
-import re
 import shutil
 import signal
 import subprocess
@@ -31,9 +29,8 @@ def cell_key(cell: Cell, repeat: int | str) -> str:
 
     Another CPU has other names: its speed is not this machine's.
     """
-    details = [f"{name}={value}" for name, value in sorted(cell.environment)]
-    details.append(f"torch {installed_version('torch')}")
-    if "cpu" in (dict(cell.flags).get("device"), detect_platform()):
+    details = [f"torch {installed_version('torch')}"]
+    if "cpu" in (cell.args.device, detect_platform()):
         details.append(cpu_name())
     text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *details])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
@@ -76,30 +73,17 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
                 row["result"] = str(run / "result.json")
             row |= {"status": ended, "error": why or printable(one_line(text.splitlines()[-1]))}
             return row | {"command": command}
-    if repeat != "probe":
-        _name_for_tensorboard(cell, repeat, directory, run / "tensorboard")
     row |= {"status": result.status, "error": result.error, "result": str(run / "result.json")}
     return row | {
         "tokens_per_sec": result.metrics.tokens_per_sec, "step_times_s": result.step_times_s,
         "hardware": result.device.hardware, "invalid": "; ".join(result.invalid)}  # fmt: skip
 
 
-def _name_for_tensorboard(cell: Cell, repeat: int | str, directory: Path, events: Path) -> None:
-    """Link a run's events below `directory`/tensorboard, by the setting's name in place of a hash."""
-    name = re.sub(r"[/\\\0]", "_", f"{cell.label()} #{repeat}")[:200]
-    link = directory / "tensorboard" / name
-    with contextlib.suppress(OSError):  # without links the runs have their names still
-        link.parent.mkdir(exist_ok=True)
-        link.unlink(missing_ok=True)
-        if events.is_dir():
-            link.symlink_to(os.path.relpath(events, link.parent), target_is_directory=True)
-
-
 def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
     """What is known of a run's row before it runs."""
     return {
         "key": cell_key(cell, repeat), "repeat": repeat, "script": cell.script,
-        "model": cell.model, "flags": dict(cell.flags), "seq_len": cell.seq_len,
+        "model": cell.model, "flags": dict(cell.flags), "seq_len": cell.resolved["seq_len"],
         "axes": {name: dict(cell.flags).get(name) for name in cell.axes}}  # fmt: skip
 
 
@@ -116,10 +100,9 @@ LINE_S = 30.0
 
 def _run(command: list[str], cell: Cell, log: Path, timeout_s: float) -> tuple[str, str | None]:
     """How the process ended, unless its result says otherwise; and why, if it cannot say so."""
-    environment = os.environ | dict(cell.environment)
     with (
         log.open("wb") as output,
-        child(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+        child(command, stdout=output, stderr=subprocess.STDOUT) as process,
     ):
         end = time.monotonic() + timeout_s
         while process.poll() is None and (left := end - time.monotonic()) > 0:

@@ -14,7 +14,6 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
-from llm_train_bench.base.redaction import SECRET
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.settings.flags import SETTABLE, Script, field_of, flag_of
@@ -63,7 +62,6 @@ class Experiment(BaseModel, extra="forbid"):
     cells: list[Row] = []
     platforms: dict[Platform, Row] = {}
     layouts: dict[str, dict[Platform, Row]] = {}
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     repeats: int = Field(1, ge=1, le=1000)
     timeout_s: float = Field(3600.0, gt=0)
 
@@ -72,9 +70,6 @@ class Experiment(BaseModel, extra="forbid"):
         names = {name for model in self.models for name in (model, Path(model).stem)}
         if unknown := sorted(self.layouts.keys() - names):
             raise ValueError(f"layouts: {unknown[0]} is not among models")
-        if secret := next(filter(SECRET.search, self.environment), None):
-            why = "a secret is not for files; set it in the shell, and all runs have it"
-            raise ValueError(f"environment: {secret}: {why}")
         return self
 
 
@@ -138,8 +133,9 @@ def swept(paths: Iterable[str]) -> dict[str, tuple[Experiment, list[str]]]:
         try:
             content = parse_json(plain_text(Path(path) / "sweep.json"))
             unlike = [str(line) for line in content["differences"]]
+            content["experiment"].pop("environment", None)  # of older sweeps
             found[path] = Experiment.model_validate(content["experiment"]), unlike
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
 
