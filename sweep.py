@@ -30,7 +30,7 @@ from llm_train_bench.compare.report import by_speed, runs_table, show_comparison
 from llm_train_bench.model.json_files import shipped_config
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import changed, flag, flag_of
-from llm_train_bench.sweep.all_runs import duration_text, estimated_seconds, run_all
+from llm_train_bench.sweep.all_runs import estimated_seconds, hours, run_all
 from llm_train_bench.sweep.cell_runs import Rows
 from llm_train_bench.sweep.experiment import (
     Experiment,
@@ -72,7 +72,7 @@ class ProcessFlags:
     dry_run: Print the commands and stop.
     """
 
-    repeats: int = flag(1, at_least=1)
+    repeats: int = flag(1, at_least=1, at_most=1000)
     tune: bool = flag(False)
     output_dir: str | None = flag(None, metavar="DIR")
     retry: bool = flag(False)
@@ -176,7 +176,7 @@ def summary(cells: list[Cell], e: Experiment, platform: Platform, searches: bool
     seconds = estimated_seconds(cells, e, platform)
     if seconds is None:
         return f"{text}; the time is unknown until the first run ends"
-    return f"{text}; estimated {duration_text(e.repeats * seconds)}; compilation is extra"
+    return f"{text}; estimated {hours(e.repeats * seconds)}; compilation is extra"
 
 
 if __name__ == "__main__":

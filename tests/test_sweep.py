@@ -21,7 +21,7 @@ from llm_train_bench.compare.report import runs_table
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.sweep import all_runs, cell_runs, grid, tune
 from llm_train_bench.sweep import experiment as experiments
-from llm_train_bench.sweep.all_runs import START_S, duration_text
+from llm_train_bench.sweep.all_runs import START_S, hours
 from llm_train_bench.sweep.cell_runs import Rows, cell_key
 from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import Cell, differences, make_cells, work_on
@@ -235,12 +235,12 @@ def test_the_time_of_a_sweep_is_estimated_from_what_is_known(output_of, own_hard
     steps = [estimate_speed(*work_on(cell, e, "cpu")).step_s for cell in make_cells(e, "cpu")]
     assert steps[1] == pytest.approx(2 * steps[0], rel=0.3)
     seconds = 3 * (2 * START_S + 100 * sum(steps))
-    told = f"# 2 settings x 3 repeats = 6 runs; estimated {duration_text(seconds)};"
+    told = f"# 2 settings x 3 repeats = 6 runs; estimated {hours(seconds)};"
     assert summary == f"{told} compilation is extra"
 
 
 def test_the_time_left_follows_from_the_runs_that_ended(tmp_path, monkeypatch, capsys):
-    """Runs of 20, 50 and 90 s: a setting's own mean, before its first run the mean of all."""
+    """Runs of 20, 50 and 90 s, by their mean."""
     e = experiment(grid={"bsz": [1, 4, 8]}, training=FAST, repeats=2)
 
     def run_cell(cell, repeat, directory, timeout_s):
@@ -252,7 +252,7 @@ def test_the_time_left_follows_from_the_runs_that_ended(tmp_path, monkeypatch, c
     all_runs.run_all(make_cells(e, "cpu"), e, Rows(tmp_path / "rows.jsonl"), "cpu")
     lines = capsys.readouterr().out.splitlines()
     left = [re.search(r"\((.*) left\)", line)[1] for line in lines]
-    assert left == ["1 min 40 s", "2 min 20 s", "2 min 40 s", "2 min 20 s", "1 min 30 s", "0 s"]
+    assert left == ["0:01:40", "0:02:20", "0:02:40", "0:01:30", "0:00:46", "0:00:00"]
 
 
 def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
