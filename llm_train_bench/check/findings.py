@@ -29,7 +29,6 @@ from llm_train_bench.base.machine import (
     n_cores,
     output_of,
 )
-from llm_train_bench.model.json_files import parse_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +101,8 @@ def machine() -> Iterator[Finding]:
         free = f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB free"
         yield Finding("memory", "ok", free)
     free = shutil.disk_usage(Path()).free / 2**30
-    yield judged(
-        "disk here", f"{free:.0f} GiB free", free < 1, "give --output-dir a place with more"
-    )
+    advice = "give --output-dir a place with more"
+    yield judged("disk here", f"{free:.0f} GiB free", free < 1, advice)
     if Path("/dev/shm").exists():
         shared = shutil.disk_usage("/dev/shm").total / 2**30
         advice = "start the container with --ipc=host or --shm-size=16g"
@@ -119,18 +117,19 @@ def formats() -> Finding:
     return Finding("bf16", "warn", SLOW_FORMAT, advice)
 
 
-def drivers(kind: str) -> list[Finding]:
+def drivers(kind: str) -> Iterator[Finding]:
     """The driver, its GPUs, and the processes that hold their memory."""
     if kind == "cpu":
         text = "no GPU driver; use small models on the CPU"
-        return [Finding("GPU driver", "none", text, "in a container: docker run --gpus all ...")]
-    tool = "nvidia-smi" if kind == "nvidia" else "rocm-smi"
-    if kind == "amd" and shutil.which(tool) is None and shutil.which("amd-smi"):
-        return [Finding("GPU driver", "ok", "there is one; amd-smi monitor shows its GPUs")]
-    if shutil.which(tool) is None:
-        advice = f"put {tool} on PATH, or start the container with the GPUs' tools"
-        return [Finding("GPU driver", "none", f"there is one, but no {tool}", advice)]
-    return list(nvidia() if kind == "nvidia" else amd())
+        yield Finding("GPU driver", "none", text, "in a container: docker run --gpus all ...")
+    elif kind == "amd":
+        advice = "amd-smi monitor shows its GPUs, and rocm-smi --showpids who uses them"
+        yield Finding("GPU driver", "ok", "there is one of AMD", advice)
+    elif shutil.which("nvidia-smi"):
+        yield from nvidia()
+    else:
+        advice = "put it on PATH, or start the container with the GPUs' tools"
+        yield Finding("GPU driver", "none", "there is one, but no nvidia-smi", advice)
 
 
 def nvidia() -> Iterator[Finding]:
@@ -222,32 +221,8 @@ def _smi(query: str, columns: str, *options: str) -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
 
 
-def _number(text: object) -> float | None:
-    return float(text) if re.fullmatch(r"\d{1,19}(\.\d{1,6})?", str(text)) else None
-
-
-def amd() -> Iterator[Finding]:
-    """Findings from rocm-smi."""
-    options = "--showproductname --showdriverversion --showmeminfo vram --json"
-    text = output_of("rocm-smi", *options.split()) or ""
-    try:
-        cards = parse_json(text[text.index("{") :])  # warnings may come before it
-        cards = {card: values for card, values in cards.items() if isinstance(values, dict)}
-    except ValueError:
-        advice = "sudo dmesg | grep -i amdgpu; is the user in the groups video and render?"
-        yield Finding("GPU driver", "fail", "rocm-smi fails", advice)
-        return
-    driver = next((c.get("Driver version") for c in cards.values() if "Driver version" in c), "?")
-    for card, values in cards.items():
-        if not card.startswith("card"):
-            continue
-        name = values.get("Card Series") or values.get("Card series") or "AMD GPU"
-        sizes = (values.get(f"VRAM Total {of} (B)") for of in ("Memory", "Used Memory"))
-        total, used = ((_number(size) or 0.0) / 2**20 for size in sizes)
-        yield Finding(card, "ok", f"{name}, driver {driver}, {total:.0f} MiB")
-        if used > 1024:
-            advice = "rocm-smi --showpids names who holds it"
-            yield Finding(f"{card} is in use", "warn", f"{used:.0f} MiB held", advice)
+def _number(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text) else None
 
 
 def libraries(kind: str) -> Iterator[Finding]:
@@ -300,7 +275,9 @@ def torch_sees(kind: str) -> Iterator[Finding]:
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
     yield Finding("PyTorch", "ok", f"{version}, {built}, sees {n} GPUs")
     if kind != "cpu" and not n:
-        advice = "install the build for this GPU (pytorch.org), or check CUDA_VISIBLE_DEVICES"
+        advice = "install the build for this GPU (pytorch.org); check CUDA_VISIBLE_DEVICES"
+        if kind == "amd":
+            advice += ", and that the user is in the groups video and render"
         yield Finding("PyTorch and the driver", "fail", f"{kind} driver, but {built}", advice)
     oldest = OLDEST_DRIVERS.get(str(cuda).partition(".")[0], 0)
     drivers = [row["driver_version"] for row in _smi("gpu", "driver_version")]
