@@ -64,7 +64,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         shutil.rmtree(run, ignore_errors=True)  # left by a sweep that was killed in the middle
         log.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        ended, why = _run(command, cell, log, timeout_s)
+        ended, why = _run(command, log, timeout_s)
         row["wall_s"] = round(time.monotonic() - began, 3)
         result = _finished(run)
         if ended == "timeout" or result is None:
@@ -94,26 +94,15 @@ def outcome(row: CellRow) -> str:
     return f"{row['status']}: {(row.get('error') or '')[:160]}"
 
 
-# A run that goes on is reported so often [s], by its own last line.
-LINE_S = 30.0
-
-
-def _run(command: list[str], cell: Cell, log: Path, timeout_s: float) -> tuple[str, str | None]:
+def _run(command: list[str], log: Path, timeout_s: float) -> tuple[str, str | None]:
     """How the process ended, unless its result says otherwise; and why, if it cannot say so."""
     with (
         log.open("wb") as output,
         child(command, stdout=output, stderr=subprocess.STDOUT) as process,
     ):
-        end = time.monotonic() + timeout_s
-        while process.poll() is None and (left := end - time.monotonic()) > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(min(LINE_S, left))
-                break
-            if left > LINE_S:
-                lines = log.read_bytes()[-4096:].decode(errors="replace").split("\n")
-                last = next((line for line in reversed(lines) if line.strip()), "starts")
-                print(f"  {cell.label()}: {printable(last[:160])}", flush=True)
-        if process.poll() is None:
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
             return "timeout", f"not done after {timeout_s:g} s"
     if process.returncode == -signal.SIGKILL:
         return "failed", "killed by SIGKILL, as the kernel does when memory is full"
