@@ -133,13 +133,9 @@ def main(argv: Sequence[str]) -> int:
         show_comparison(rows_of_table)
         written = f"wrote rows.jsonl, runs.csv and runs/ in {directory}"
         print(f"{written}; compare.py {directory} makes a report")
-    except (KeyboardInterrupt, Interrupted, OSError) as error:
-        kept = f"rows kept: {len(rows.rows)}; the same command resumes there"
-        if not isinstance(error, OSError):
-            print_apart("sweep.py", kept)
-            raise
-        print_apart("sweep.py", f"{error.filename or directory}: {error.strerror}; {kept}")
-        return 1
+    except (KeyboardInterrupt, Interrupted, OSError):
+        print_apart("sweep.py", f"rows kept: {len(rows.rows)}; the same command resumes there")
+        raise
     return 0 if any(row["status"] == "ok" for row in measured) else 1
 
 

@@ -134,7 +134,7 @@ def checked(tmp_path, names=("gpt2-125m-bf16",), reached=(), at_least=0.9, **opt
     chosen = [workloads.workload_named(name) for name in names]
     others = mock.patch.object(machine_check, "reached_by_others", lambda *_: reached)
     with stand_in(**options), others:
-        return check_machine("nvidia", chosen, 1, tmp_path, at_least, [], lambda _: None)
+        return check_machine("nvidia", chosen, 1, tmp_path, at_least, [])
 
 
 def test_references_measured_before_published_before_estimated(tmp_path):
@@ -163,7 +163,7 @@ def test_the_table_of_results_is_a_reference(tmp_path):
 def test_wrong_numbers_are_below_whatever_the_speed(tmp_path):
     with mock.patch.object(workloads.Workload, "wrong_steps", lambda *_: "the loss of step 0 is 9"):
         c = checked(tmp_path, reached=[500_000.0])
-    assert c.verdict == "below" and any("wrong numbers" in f.what for f in c.found)
+    assert c.verdict == "below" and any("wrong numbers" in f.what for f in c.findings)
 
 
 def of_run(changes=""):
@@ -297,7 +297,7 @@ def test_a_workload_that_fails_is_said_and_the_others_go_on(tmp_path, monkeypatc
         assert run is None and why.startswith("train.py: --device cuda")
     with stand_in():
         machine_check.run_workload = lambda *_: (None, "train.py: no room")
-        c = check_machine("nvidia", [w], 1, tmp_path, 0.9, [], lambda _: None)
+        c = check_machine("nvidia", [w], 1, tmp_path, 0.9, [])
     assert c.figures[-1].missing == "train.py: no room" and c.verdict == "not judged"
     assert json.loads(json.dumps(c.as_json()))["figures"][-1]["value"] is None
 

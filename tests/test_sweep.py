@@ -249,7 +249,7 @@ def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
     path = write(tmp_path / "e.yaml", training=FAST)
     assert sweep.main([path, "--output-dir", str(tmp_path)]) == 1
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "logs: " in err and "rows kept: 0" in err
+    assert err.count("\n") == 2 and "logs: " in err and "rows kept: 0" in err
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/sweeps/*.yaml")), ids=lambda p: p.stem)

@@ -118,11 +118,10 @@ def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -
             f"{where}: hardware: {machine.gpus} GPUs, but train.py runs on one; use train_fsdp.py"
         )
     if e.script is not Script.ONE and machine:
-        if flags.get("nproc", machine.gpus) != machine.gpus:
-            raise UsageError(
-                f"{where}: nproc {flags['nproc']}, but hardware says {machine.gpus} GPUs; leave it out"
-            )
-        flags["nproc"] = machine.gpus
+        nproc = flags.setdefault("nproc", machine.gpus)
+        if nproc != machine.gpus:
+            why = f"nproc {nproc}, but hardware says {machine.gpus} GPUs; leave it out"
+            raise UsageError(f"{where}: {why}")
     if machine and machine.usd_per_hour:
         flags.setdefault("usd_per_hour", machine.usd_per_hour)
     return flags
