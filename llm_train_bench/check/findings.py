@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 import platform
@@ -94,12 +93,8 @@ def machine() -> Iterator[Finding]:
     advice, old = "use Python 3.11 or newer", sys.version_info < (3, 11)
     yield judged("Python", platform.python_version(), old, advice, "fail")
     yield Finding("CPU cores", "ok", str(n_cores()))
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # not on macOS
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        sizes = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in lines}
-        free = f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB free"
-        yield Finding("memory", "ok", free)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    yield Finding("memory", "ok", f"{memory:.0f} GiB")
     free = shutil.disk_usage(Path()).free / 2**30
     advice = "give --output-dir a place with more"
     yield judged("disk here", f"{free:.0f} GiB free", free < 1, advice)
@@ -245,23 +240,17 @@ def libraries(kind: str) -> Iterator[Finding]:
 def compiler() -> Finding:
     """Compilers for --pt-compile: C++ on a CPU; C, with Python's headers, on a GPU."""
     # On Linux Inductor takes only g++, and Triton gcc or clang, unless CXX or CC names another.
-    cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    name = cxx if shutil.which(cxx) else None
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    plain = next((n for n in names if shutil.which(n)), None)
+    cxx = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    cc = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    lacking = [] if name and plain else ["a C and C++ compiler"]
-    lacking += [] if headers.exists() else [f"Python's headers ({headers})"]
-    text = f"{name}, {plain}, Python's headers"
-    if lacking:
-        text = f"no {' and no '.join(lacking)}; needed for --pt-compile"
-    return judged("compiler", text, bool(lacking), "apt install build-essential python3-dev")
+    if cxx and cc and headers.exists():
+        return Finding("compiler", "ok", f"{cxx}, {cc}, Python's headers")
+    text = f"--pt-compile needs C++ ({cxx or 'none'}), C ({cc or 'none'}) and {headers}"
+    return Finding("compiler", "warn", text, "apt install build-essential python3-dev")
 
 
 def torch_sees(kind: str) -> Iterator[Finding]:
     """Whether PyTorch sees the GPUs that the driver has; asked in another process."""
-    if importlib.util.find_spec("torch") is None:
-        return
     code = (
         "import torch, json; print(json.dumps([torch.__version__, torch.version.cuda, torch.version.hip,"
         " torch.cuda.device_count(), torch.distributed.is_nccl_available()]))"
