@@ -43,27 +43,14 @@ from llm_train_bench.sweep.rows_as_records import records_of_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class SettingsFlags:
-    """The settings to run.
+class SweepArgs:
+    """Run many settings, each in a separate process, and compare them.
 
     experiment: An experiment file. Without one, --models and --set describe the runs.
     models: Model configs. With an experiment file, which of its models to run.
     script: Script to run.
     set: flag=value for all runs, or flag=value,value,... for an axis of the grid.
     platform: Platform, which selects its part of the experiment file. auto detects the driver.
-    """
-
-    experiment: str = flag("", metavar="[FILE.yaml]", positional=True)
-    models: tuple[str, ...] = flag((), metavar="CONFIG ...")
-    script: Literal["train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py"] = flag("train.py")
-    set: tuple[str, ...] = flag((), metavar="FLAG=VALUE ...")
-    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag("auto")
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessFlags:
-    """How to run them.
-
     repeats: Runs of each setting, interleaved so that a drifting machine affects all settings.
     tune: Find the fastest setting with few runs. The estimate keeps the fastest fifth, short runs
         halve it repeatedly, and the two best settings run in full, alternating, five times.
@@ -72,16 +59,16 @@ class ProcessFlags:
     dry_run: Print the commands and stop.
     """
 
+    experiment: str = flag("", metavar="[FILE.yaml]", positional=True)
+    models: tuple[str, ...] = flag((), metavar="CONFIG ...")
+    script: Literal["train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py"] = flag("train.py")
+    set: tuple[str, ...] = flag((), metavar="FLAG=VALUE ...")
+    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag("auto")
     repeats: int = flag(1, at_least=1, at_most=1000)
     tune: bool = flag(False)
     output_dir: str | None = flag(None, metavar="DIR")
     retry: bool = flag(False)
     dry_run: bool = flag(False)
-
-
-@dataclasses.dataclass(frozen=True)
-class SweepArgs(ProcessFlags, SettingsFlags):
-    """Run many settings, each in a separate process, and compare them."""
 
 
 @tool("sweep.py")

@@ -380,7 +380,7 @@ def test_a_survey_that_fails_is_one_line(monkeypatch):
 def test_a_survey_prints_a_verdict_for_each_node(capsys):
     rates = {"node 0 (a)": ([0, 1], 5.0), "node 1 (b)": ([2, 3], 2.0)}
     units = [node_survey.Unit(name, *rate, host=name[-2]) for name, rate in rates.items()]
-    rows = [{"kind": "all_reduce", "mib": 1, "seconds": [0.1, 0.1], "bus_gb_per_s": 2.0}]
+    rows = [{"kind": "all_reduce", "mib": 1, "seconds": 0.1, "bus_gb_per_s": 2.0}]
     s = node_survey.Survey("x", units, [node_survey.Link((0, 1), 1.0)], rows)
     node_survey.judge_survey(s)
     node_survey.show_survey(s.as_json())

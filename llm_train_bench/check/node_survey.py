@@ -277,7 +277,7 @@ def show_survey(told: dict[str, Any]) -> None:
     for line in failures_of(told):
         print(f"FAIL: {line}")
     rows = [
-        (x["kind"], f"{x['mib']:g}", f"{1e3 * x['seconds'][1]:.3f}", f"{x['bus_gb_per_s']:.2f}")
+        (x["kind"], f"{x['mib']:g}", f"{1e3 * x['seconds']:.3f}", f"{x['bus_gb_per_s']:.2f}")
         for x in told["collectives"]
     ]
     print(markdown_table(("all ranks", "MiB", "ms", "bus GB/s"), rows), end="")

@@ -24,9 +24,9 @@ def run_all(
     runs = [(cell, repeat) for repeat, cell in itertools.product(range(e.repeats), cells)]
     runs = tune(cells, e, rows, platform) if tuned else runs
     # Each key is made once: a file that is edited meanwhile would give another key.
-    keyed = [(cell, repeat, cell_key(cell, repeat)) for cell, repeat in runs]
-    done = [rows.rows[key] for _, _, key in keyed if key in rows.rows]
-    todo = [(cell, repeat) for cell, repeat, key in keyed if key not in rows.rows]
+    keyed = {cell_key(cell, repeat): (cell, repeat) for cell, repeat in runs}
+    done = [rows.rows[key] for key in keyed if key in rows.rows]
+    todo = [run for key, run in keyed.items() if key not in rows.rows]
     if done:
         print(f"rows from before: {len(done)}", flush=True)
     for i, (cell, repeat) in enumerate(todo, 1):

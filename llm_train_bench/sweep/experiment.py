@@ -10,7 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
@@ -28,7 +35,7 @@ Flags = dict[str, Any]  # as they are checked already
 class Machine(BaseModel, extra="forbid"):
     """The hardware of one platform, for the arithmetic of batches and for cost."""
 
-    gpu: str | None = None
+    gpu: Annotated[str, AfterValidator(lambda gpu: find_hardware(gpu).name)] | None = None
     gpus: int = Field(default=1, ge=1)
     usd_per_hour: float | None = Field(default=None, gt=0)
     tdp_w: float | None = Field(default=None, gt=0)
@@ -79,6 +86,8 @@ def _checked(content: Mapping[str, Any], where: str) -> Experiment:
         e = Experiment.model_validate(content)
     except ValidationError as error:
         raise UsageError(f"{where}: {first_problem(error)}") from None
+    except UsageError as error:
+        raise UsageError(f"{where}: hardware: gpu: {error}") from None
     n = math.prod([len(e.models), len(e.cells) or 1, *map(len, e.grid.values())])
     if n > MOST_CELLS:
         raise UsageError(f"{where}: {n:,} settings; at most {MOST_CELLS:,} are run in one sweep")
@@ -105,16 +114,8 @@ def read_experiment(path: str | Path) -> Experiment:
 
 def machines_of(experiments: Iterable[Experiment]) -> dict[str, Machine]:
     """The machines of experiments by the name of their hardware."""
-    machines = {}
-    for e in experiments:
-        for machine in e.hardware.values():
-            if machine.gpu is not None:
-                try:
-                    name = find_hardware(machine.gpu).name
-                except UsageError as error:
-                    raise UsageError(f"{e.experiment}: gpu {error}") from None
-                machines[name] = machine
-    return machines
+    machines = [machine for e in experiments for machine in e.hardware.values()]
+    return {machine.gpu: machine for machine in machines if machine.gpu}
 
 
 def swept(paths: Iterable[str]) -> dict[str, tuple[Experiment, list[str]]]:

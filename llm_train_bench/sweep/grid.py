@@ -76,7 +76,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             f"{where}: {both[0]} is in the grid and in cells; each cell runs with the whole grid"
         )
     combinations = (dict(zip(axes, c, strict=True)) for c in itertools.product(*e.grid.values()))
-    gpu, cells = sweep_gpu(e, platform, where), []
+    gpu, cells = sweep_gpu(e, platform), []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         layout = e.layouts.get(model) or e.layouts.get(Path(model).stem) or {}
         flags = e.training | e.platforms.get(platform, {}) | layout.get(platform, {})
@@ -98,15 +98,12 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
     return cells
 
 
-def sweep_gpu(e: Experiment, platform: Platform, where: str) -> Hardware | None:
+def sweep_gpu(e: Experiment, platform: Platform) -> Hardware | None:
     """The GPU that the experiment names, or else this machine's; None where neither is known."""
     machine, here = e.hardware.get(platform), platform == detect_platform()
     if machine is None or machine.gpu is None:
         return device_called(gpu_name()) if here and platform != "cpu" else None
-    try:
-        return find_hardware(machine.gpu)
-    except UsageError as error:
-        raise UsageError(f"{where}: hardware: {platform}: gpu: {error}") from None
+    return find_hardware(machine.gpu)
 
 
 def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
@@ -182,7 +179,7 @@ def work_on(cell: Cell, e: Experiment, platform: Platform) -> tuple[Work, Hardwa
     platform = "cpu" if cell.args.device == "cpu" else platform
     processes = 2 if platform == "cpu" and cell.script is not Script.ONE else 1
     world = cell.args.nproc or (e.hardware[platform].gpus if platform in e.hardware else processes)
-    gpu = find_cpu(cpu_name(), world) if platform == "cpu" else sweep_gpu(e, platform, e.experiment)
+    gpu = find_cpu(cpu_name(), world) if platform == "cpu" else sweep_gpu(e, platform)
     if gpu is None:
         raise UsageError(f"an experiment file must say the GPU, as hardware: {platform}: gpu")
     return plan_of(cell, world, platform, gpu, gpu.memory_gib).work, gpu
