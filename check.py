@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         return survey_job(args.nproc, args.json)
     kind = detect_platform()
     cpu = kind == "cpu"
-    able = [w for w in workloads().values() if (w.device == "cpu") == cpu]
+    able = [w for w in workloads().values() if (w.args.device == "cpu") == cpu]
     chosen = [workload_named(name) for name in args.only] or able
     if wrong := [w.name for w in chosen if w not in able]:
         raise UsageError(f"--only {wrong[0]}: is not for this machine, which has {kind}")

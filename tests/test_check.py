@@ -39,7 +39,7 @@ SHORT = "--n-steps 4 --warmup-steps 1 --no-tensorboard"
 def test_workloads_are_complete_and_say_what_they_are():
     """Each has known losses, all that is learnt is in its file, and it runs as any run file."""
     found = workloads.workloads()
-    assert {w.device for w in found.values()} == {"cuda", "cpu"}
+    assert {w.args.device for w in found.values()} == {"cuda", "cpu"}
     assert {w.number_format for w in found.values()} == {"fp32", "bf16", "fp8"}
     for w in found.values():
         names = words("config seq_len global_bsz seed optimizer lr weight_decay grad_clip amp")

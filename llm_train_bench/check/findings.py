@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 from llm_train_bench.base.errors import printable
 from llm_train_bench.base.files import how_to_install
-from llm_train_bench.base.machine import (
-    SLOW_FORMAT,
-    cpu_multiplies,
-    detect_platform,
-    installed_version,
-    n_cores,
-    output_of,
-)
+from llm_train_bench.base.machine import detect_platform, installed_version, n_cores, output_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +63,6 @@ def of_machine(kind: str) -> Iterator[Finding]:
     """All that can be seen without a measurement, on a platform (base/machine.py)."""
     yield from machine()
     yield from drivers(kind)
-    if kind == "cpu":
-        yield formats()
     yield from libraries(kind)
     yield compiler()
     yield from torch_sees(kind)
@@ -102,14 +93,6 @@ def machine() -> Iterator[Finding]:
         shared = shutil.disk_usage("/dev/shm").total / 2**30
         advice = "start the container with --ipc=host or --shm-size=16g"
         yield judged("shared memory", f"{shared:.1f} GiB", shared < 1, advice)
-
-
-def formats() -> Finding:
-    """Whether this CPU has instructions for bf16."""
-    if cpu_multiplies("bf16"):
-        return Finding("bf16", "ok", "the CPU has instructions for it")
-    advice = "nothing to do: --amp auto, the default, takes fp32"
-    return Finding("bf16", "warn", SLOW_FORMAT, advice)
 
 
 def drivers(kind: str) -> Iterator[Finding]:

@@ -20,7 +20,6 @@ from llm_train_bench.settings.plan import Plan, make_plan
 from llm_train_bench.settings.run_file import result_flags
 
 PUBLISHED = ROOT / "benchmarks" / "published"
-MachineVerdict = Literal["as it should be", "below", "not judged"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +151,7 @@ def plan_of_result(r: Result, platform: Platform, memory_gib: float | None) -> P
     return make_plan(args, script, r.device.count, platform, config, memory_gib)
 
 
-def judge_machine(
-    figures: Sequence[Reached], at_least: float
-) -> tuple[MachineVerdict, float | None, str]:
+def judge_machine(figures: Sequence[Reached], at_least: float) -> tuple[str, float | None, str]:
     """The verdict, the part of its references that the machine reaches, and a line on both.
 
     The part is the geometric mean over workloads. A reference with a range gives the part a range: it

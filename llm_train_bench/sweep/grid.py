@@ -94,7 +94,12 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         except UsageError as error:  # a ConfigError names its file itself
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
-            cells.append(dataclasses.replace(cell, resolved=_resolved(cell, plan.work)))
+            batch = plan.work.batch
+            resolved = dataclasses.asdict(cell.args)
+            resolved |= {"amp": plan.work.amp, "seq_len": batch.seq_len}
+            if cell.world:
+                resolved["global_batch"] = batch.global_batch
+            cells.append(dataclasses.replace(cell, resolved=resolved))
     return cells
 
 
@@ -141,11 +146,6 @@ def differences(e: Experiment, where: str) -> list[str]:
         if len(ours) != len(theirs):
             lines.append(f"{a} has {len(ours)} settings, {b} {len(theirs)}")
     return list(dict.fromkeys(lines))
-
-
-def _resolved(cell: Cell, work: Work) -> dict[str, Any]:
-    found = dataclasses.asdict(cell.args) | {"amp": work.amp, "seq_len": work.batch.seq_len}
-    return found | ({"global_batch": work.batch.global_batch} if cell.world else {})
 
 
 def plan_of(
