@@ -13,7 +13,6 @@ torch itself.
 import dataclasses
 import json
 import shlex
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -96,10 +95,6 @@ def main(argv: Sequence[str]) -> int:
         print(summary(cells, experiment, platform, args.tune))
         return 0
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
-    if not (args.output_dir or args.experiment):
-        # Each such command has one directory, and finds it again.
-        number = zlib.crc32(json.dumps(commands).encode())
-        directory = directory.with_name(f"{directory.name}-{number:08x}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         rows = Rows(directory / "rows.jsonl")

@@ -37,6 +37,8 @@ EXCHANGED_MIB = {"cpu": 16, "cuda": 1024}
 # Up to so many nodes are measured one after the other, and pairs one at a time.
 FEW_NODES, MOST_ROUNDS = 16, 31
 SIZES_MIB = (1, 64)
+# The worst first.
+VERDICTS = ("fail", "not judged", "pass")
 # Ranks that do not answer for so long are gone [s].
 TIMEOUT_S = 300
 
@@ -84,11 +86,9 @@ class Survey:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON data, with a `verdict` on all: `pass`, `fail`, or `not judged`."""
-        verdicts = {link.verdict for link in self.links}
-        if "fail" in verdicts or any(unit.failed for unit in self.units):
-            verdict = "fail"
-        else:
-            verdict = "not judged" if "not judged" in verdicts else "pass"
+        verdicts = [link.verdict for link in self.links]
+        verdicts += ["fail" for unit in self.units if unit.failed]
+        verdict = min(verdicts, key=VERDICTS.index, default="pass")
         exclude = ",".join(unit.host for unit in self.units if unit.failed and unit.host)
         return dataclasses.asdict(self) | {"verdict": verdict, "exclude": exclude}
 
@@ -171,7 +171,7 @@ def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
     for link in links:
         pairs = list(zip(*(units[i].ranks for i in link.units), strict=False))
         kinds = [kind for a, b in pairs if (kind := known[a][0].get(b) or known[b][0].get(a))]
-        link.transport = fabric.summary(kinds) or ("gloo" if device.type == "cpu" else "")
+        link.transport = ", ".join(sorted({*kinds})) or ("gloo" if device.type == "cpu" else "")
         nominal = fabric.nominal_of(link.transport, device_called(result.device))
         link.nominal_gb_per_s = nominal and nominal * len(pairs)
         if "TCP" in link.transport:
@@ -296,8 +296,8 @@ def _show_links(told: dict[str, Any]) -> None:
     for (transport, nominal), links in kinds.items():
         links.sort(key=lambda link: link["gb_per_s"])
         rates = [links[i]["gb_per_s"] for i in (0, len(links) // 2, -1)]
-        worst = next((x for v in ("fail", "not judged") for x in links if x["verdict"] == v), None)
-        verdict = "pass" if worst is None else f"{worst['verdict']}: {worst['why']}"
+        worst = min(links, key=lambda link: VERDICTS.index(link["verdict"]))
+        verdict = f"{worst['verdict']}: {worst['why']}"
         shown = (f"{rate:.3g}" for rate in rates)
         name, nominal_rate = transport or "unknown", number(nominal, "g")
         rows.append((name, str(len(links)), *shown, nominal_rate, verdict))

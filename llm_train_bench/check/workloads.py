@@ -27,8 +27,8 @@ class Workload:
     name: str
     path: Path
     args: Args
-    losses: tuple[float, ...]
-    grad_norms: tuple[float, ...]
+    losses: list[float]
+    grad_norms: list[float]
     bands: dict[str, dict[str, float]]
 
     @property
@@ -64,13 +64,9 @@ def workloads() -> dict[str, Workload]:
     found = {}
     for path in sorted(FOLDER.glob("*.yaml")):
         figures = known["workloads"][path.stem.rpartition("-")[0]]
+        args = parse_args(["--from", str(path)], Script.ONE)
         found[path.stem] = Workload(
-            path.stem,
-            path,
-            parse_args(["--from", str(path)], Script.ONE),
-            tuple(figures["losses"]),
-            tuple(figures["grad_norms"]),
-            known["bands"],
+            path.stem, path, args, figures["losses"], figures["grad_norms"], known["bands"]
         )
     return found
 

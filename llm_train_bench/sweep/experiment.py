@@ -3,9 +3,11 @@
 One file serves NVIDIA and AMD: `platforms` holds what differs. sweep/grid.py resolves it to cells.
 """
 
+import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -171,5 +173,7 @@ def from_command_line(
             raise UsageError(f"--set {setting}: {text!r} is not a value") from None
     training = {flag: values[0] for flag, values in axes.items() if len(values) == 1}
     grid = {flag: values for flag, values in axes.items() if len(values) > 1}
-    content = {"experiment": "command-line", "script": script, "models": list(models)}
-    return _checked(content | {"training": training, "grid": grid, "repeats": repeats}, "--set")
+    content = {"script": script, "models": list(models), "training": training, "grid": grid}
+    # Each such command has one directory, and finds it again.
+    name = f"command-line-{zlib.crc32(json.dumps(content).encode()):08x}"
+    return _checked(content | {"experiment": name, "repeats": repeats}, "--set")
