@@ -79,14 +79,12 @@ def main(argv: Sequence[str]) -> int:
     cells = make_cells(experiment, platform, where)
     commands = [[cell.script, *cell.argv()] for cell in cells]
     unlike = differences(experiment, where)
-    if experiment.methodology == "identical_config":
-        if unlike:
-            more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
-            raise UsageError(
-                f"{where}: methodology is identical_config, and platforms differ: {unlike[0]}{more}; "
-                "make them equal, or take maximum_performance"
-            )
-        print("# identical_config: all platforms have the same hyperparameters")
+    if experiment.methodology == "identical_config" and unlike:
+        more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+        raise UsageError(
+            f"{where}: methodology is identical_config, and platforms differ: {unlike[0]}{more}; "
+            "make them equal, or take maximum_performance"
+        )
     if args.dry_run:
         for script, *words in commands:
             name = script.removesuffix(".py").replace("_", "-")
@@ -123,25 +121,22 @@ def main(argv: Sequence[str]) -> int:
 
 def experiment_of(args: SweepArgs) -> tuple[Experiment, str]:
     """The experiment that the arguments name or describe, and its name for messages."""
-    if args.experiment:
-        for name in sorted({"set", "script", "repeats"} & set(changed(args))):
-            raise UsageError(
-                f"{flag_of(name)}: the experiment file decides that; leave the flag out"
-            )
-        if shipped_config(args.experiment) != args.experiment:
-            raise UsageError(f"{args.experiment}: is a model; use --models {args.experiment}")
-        experiment = read_experiment(args.experiment)
-        names = {model: {model, Path(model).stem} for model in experiment.models}
-        if unknown := set(args.models) - set().union(*names.values()):
-            available = ", ".join(Path(model).stem for model in names)
-            raise UsageError(
-                f"--models {min(unknown)}: unknown model of {args.experiment}; available: {available}"
-            )
-        chosen = [m for m in names if not args.models or names[m] & set(args.models)]
-        return experiment.model_copy(update={"models": chosen}), args.experiment
-    if not args.models:
+    if not (args.experiment or args.models):
         raise UsageError("nothing to run: give an experiment file, or --models")
-    return from_command_line(args.script, args.models, args.set, args.repeats), "--set"
+    if not args.experiment:
+        return from_command_line(args.script, args.models, args.set, args.repeats), "--set"
+    for name in sorted({"set", "script", "repeats"} & set(changed(args))):
+        raise UsageError(f"{flag_of(name)}: the experiment file decides that; leave the flag out")
+    if shipped_config(args.experiment) != args.experiment:
+        raise UsageError(f"{args.experiment}: is a model; use --models {args.experiment}")
+    experiment = read_experiment(args.experiment)
+    names = {model: {model, Path(model).stem} for model in experiment.models}
+    if unknown := set(args.models) - set().union(*names.values()):
+        known = ", ".join(Path(model).stem for model in names)
+        why = f"unknown model of {args.experiment}; available: {known}"
+        raise UsageError(f"--models {min(unknown)}: {why}")
+    chosen = [m for m in names if not args.models or names[m] & set(args.models)]
+    return experiment.model_copy(update={"models": chosen}), args.experiment
 
 
 def summary(cells: list[Cell], e: Experiment, platform: Platform, searches: bool) -> str:

@@ -96,14 +96,12 @@ class Survey:
 def find_units(ranks: Ranks) -> list[Unit]:
     """The job's nodes by what the launcher says, or by host names; its ranks where there is one node."""
     number = next((os.environ[name] for name in NODE_NUMBERS if name in os.environ), None)
-    host = platform.node()
-    told = gather(ranks, (host if number is None else number, host))
-    nodes = grouped(range(ranks.world), lambda rank: told[rank][0])
+    told = gather(ranks, (number, platform.node()))
+    nodes = grouped(range(ranks.world), lambda rank: told[rank])
     if len(nodes) == 1:
         return [Unit(f"rank {rank}", [rank]) for rank in range(ranks.world)]
-    hosts = [told[members[0]][1] for members in nodes.values()]
-    parts = enumerate(zip(hosts, nodes.values(), strict=True))
-    return [Unit(f"node {i} ({host})", members, host=host) for i, (host, members) in parts]
+    parts = enumerate(nodes.items())
+    return [Unit(f"node {i} ({host})", members, host=host) for i, ((_, host), members) in parts]
 
 
 def rounds_of(n: int) -> Iterator[list[tuple[int, int]]]:

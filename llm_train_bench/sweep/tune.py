@@ -66,9 +66,8 @@ def halved(field: list[Cell], e: Experiment, rows: Rows) -> list[Cell]:
     while len(field) > 2:
         rates = [(_short(cell, steps, e, rows), cell) for cell in field]
         rates.sort(key=lambda pair: -pair[0])  # equal ones stay in their order
-        ranked = [cell for rate, cell in rates if rate]
-        if not ranked:
-            return field[:1]  # its own row says why nothing runs
+        # If none runs, one of them does in full: its row says why.
+        ranked = [cell for rate, cell in rates if rate] or field[:1]
         field, steps = ranked[: max(2, len(field) // 2)], 2 * steps
     return field
 
