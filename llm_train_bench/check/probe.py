@@ -20,7 +20,7 @@ from llm_train_bench.check.rates import (
     formats_of,
     launch_seconds,
     memory_rate,
-    rate,
+    square_rate,
 )
 from llm_train_bench.measure.device import device_memory_gib, device_name, pick_device
 from llm_train_bench.measure.matmul_rate import heat
@@ -44,10 +44,7 @@ def measure_rates(device: torch.device, seconds: float) -> dict[str, Any]:
     rates: dict[str, Any] = {}
     if cuda:
         medians = {
-            kind: [
-                rate(make(n, n, n, "TN", device), 2 * n**3 / 1e12, seconds, device)[1]
-                for n in SIDES
-            ]
+            kind: [square_rate(make, side, device, seconds) for side in SIDES]
             for kind, make in formats_of(device).items()
         }
         best = best_rates(medians)

@@ -113,7 +113,6 @@ def sweep_gpu(e: Experiment, platform: Platform) -> Hardware | None:
 
 def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
     """The flags with what the experiment's hardware says."""
-    flags = dict(flags)
     machine = e.hardware.get(platform)
     if e.script is Script.ONE and machine and machine.gpus > 1:
         raise UsageError(
