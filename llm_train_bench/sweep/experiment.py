@@ -102,9 +102,7 @@ def read_experiment(path: str | Path) -> Experiment:
         content = parse_yaml(substitute(plain_text(path), path))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: cannot be read: not a text file") from None
-    except ValueError as error:
+    except ValueError as error:  # or it is not UTF-8
         raise UsageError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")

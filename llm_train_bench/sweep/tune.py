@@ -47,8 +47,6 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
             work, gpu = work_on(cell, e, platform)
         except DoesNotFit:  # bsz auto, and not even 1 fits
             continue
-        except UsageError as error:
-            raise UsageError(f"--tune: {error}") from None
         needed = estimate_memory(work).on_device(work.world)
         if gpu.platform != "cpu" and needed > gpu.memory_gib * 2**30:
             continue
