@@ -70,6 +70,7 @@ if value.get("--bsz") == "400000":
 time.sleep(int(value["--n-steps"]) / 6)
 run = pathlib.Path(value["--output-dir"], value["--run-name"])
 shutil.copytree({result!r}, run)
+(run / "tensorboard").mkdir()
 """
 
 
@@ -129,6 +130,8 @@ def test_what_goes_wrong_is_a_row(killed_and_resumed):
     names = {"bsz 2, no init-from", "bsz 3, init-from missing", "bsz 400000, no init-from"}
     assert {line.split("|")[1].strip() for line in lines} == names
     assert sum("not compared: failed: missing: no such directory" in line for line in lines) == 1
+    links = {path.name for path in out.glob("tensorboard/*") if path.is_dir()}
+    assert links == {f"gpt2-tiny bsz 2, sac 1_2, no init-from #{i}" for i in range(2)}
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path, scripts):

@@ -25,15 +25,14 @@ from llm_train_bench.base.machine import detect_platform, installed_version, n_c
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    `state` is `ok`, `none` (a feature is absent), `warn` (something is slower), or `fail`.
-    """
+    """One thing that was looked at: `ok`, `warn` (something is slower or absent) or `fail`."""
 
     what: str
     state: str
     found: str
     advice: str = ""
+    optional: bool = False
+    """Whether only a feature is absent: nothing is slower without it."""
 
 
 def judged(what: str, found: str, wrong: bool, advice: str, state: str = "warn") -> Finding:
@@ -99,7 +98,8 @@ def drivers(kind: str) -> Iterator[Finding]:
     """The driver, its GPUs, and the processes that hold their memory."""
     if kind == "cpu":
         text = "no GPU driver; use small models on the CPU"
-        yield Finding("GPU driver", "none", text, "in a container: docker run --gpus all ...")
+        advice = "in a container: docker run --gpus all ..."
+        yield Finding("GPU driver", "warn", text, advice, optional=True)
     elif kind == "amd":
         advice = "amd-smi monitor shows its GPUs, and rocm-smi --showpids who uses them"
         yield Finding("GPU driver", "ok", "there is one of AMD", advice)
@@ -107,7 +107,9 @@ def drivers(kind: str) -> Iterator[Finding]:
         yield from nvidia()
     else:
         advice = "put it on PATH, or start the container with the GPUs' tools"
-        yield Finding("GPU driver", "none", "there is one, but no nvidia-smi", advice)
+        yield Finding(
+            "GPU driver", "warn", "there is one, but no nvidia-smi", advice, optional=True
+        )
 
 
 def nvidia() -> Iterator[Finding]:
@@ -213,11 +215,12 @@ def libraries(kind: str) -> Iterator[Finding]:
             advice = "ROCm's image (rocm/primus), or github.com/ROCm/TransformerEngine"
         version = installed_version(name)
         text = version or f"not installed; needed for {purpose}"
-        wrong, state = version is None, "fail" if line.startswith("*") else "none"
+        wrong, state = version is None, "fail" if line.startswith("*") else "warn"
         numbers = [int(n) for n in re.findall(r"\d+", version or "")[:2]]
         if name == "torch" and version and numbers < OLDEST_TORCH:
             text, wrong = f"{version}, older than {'.'.join(map(str, OLDEST_TORCH))}", True
-        yield judged(name, text, wrong, advice, state)
+        finding = judged(name, text, wrong, advice, state)
+        yield dataclasses.replace(finding, optional=finding.state == "warn")
 
 
 def compiler() -> Finding:

@@ -3,6 +3,8 @@
 import contextlib
 import hashlib
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -73,10 +75,22 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
                 row["result"] = str(run / "result.json")
             row |= {"status": ended, "error": why or printable(one_line(text.splitlines()[-1]))}
             return row | {"command": command}
+        _name_for_tensorboard(cell, repeat, directory, run / "tensorboard")
     row |= {"status": result.status, "error": result.error, "result": str(run / "result.json")}
     return row | {
         "tokens_per_sec": result.metrics.tokens_per_sec, "step_times_s": result.step_times_s,
         "hardware": result.device.hardware, "invalid": "; ".join(result.invalid)}  # fmt: skip
+
+
+def _name_for_tensorboard(cell: Cell, repeat: int | str, directory: Path, events: Path) -> None:
+    """Link a run's events below `directory`/tensorboard, by the setting's name in place of a hash."""
+    name = re.sub(r"[/\\\0]", "_", f"{cell.label()} #{repeat}")[:200]
+    link = directory / "tensorboard" / name
+    with contextlib.suppress(OSError):  # without links the runs have their names still
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        if events.is_dir():
+            link.symlink_to(os.path.relpath(events, link.parent), target_is_directory=True)
 
 
 def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
