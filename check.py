@@ -7,7 +7,6 @@ Takes ten minutes on a GPU, one to three on a CPU. docs/CHECK.md explains figure
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,18 +16,18 @@ from llm_train_bench.base.start import ROOT
 
 from llm_train_bench.base.children import private_directory
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.machine import Platform, detect_platform, n_cores
-from llm_train_bench.base.tool_main import print_apart, run_tool, tool
+from llm_train_bench.base.machine import detect_platform, n_cores
+from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.check import machine_check
 from llm_train_bench.check.verify import verify_file
 from llm_train_bench.check.workloads import workload_named, workloads
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.settings.flags import flag
+from llm_train_bench.settings.flags import changed, flag, flag_of
 
-# The flags that the two other modes do not use.
-UNUSED = {"verify": "nodes only at_least nproc output_dir", "nodes": "only at_least output_dir"}
+# The flags that the two other modes use.
+USED = {"verify": {"verify", "json"}, "nodes": {"nodes", "nproc", "json"}}
 CODES = {"as it should be": 0, "below": 1, "not judged": 5}
 
 
@@ -60,13 +59,9 @@ class CheckArgs:
 def main(argv: Sequence[str]) -> int:
     """Check, print, and return the exit code: 0, 1 below, 5 not judged, 2 for bad input."""
     args = parse_dataclass(CheckArgs, argv, "check.py")
-    say = functools.partial(print_apart, "check.py")
-    for mode in filter(args.__getattribute__, UNUSED):
-        for name in UNUSED[mode].split():
-            if getattr(args, name) != getattr(CheckArgs(), name):
-                raise UsageError(
-                    f"--{name.replace('_', '-')}: --{mode} does not use it; leave it out"
-                )
+    for mode, used in USED.items():
+        if getattr(args, mode) and (unused := sorted({*changed(args)} - used)):
+            raise UsageError(f"{flag_of(unused[0])}: --{mode} does not use it; leave it out")
     if args.verify:
         return verify_file(Path(args.verify), args.json)
     if args.nodes:
@@ -74,44 +69,37 @@ def main(argv: Sequence[str]) -> int:
 
         return survey_job(args.nproc, args.json)
     kind = detect_platform()
-    device = "cpu" if kind == "cpu" else "cuda"
-    chosen = [workload_named(name) for name in args.only]
-    if wrong := [w.name for w in chosen if w.device != device]:
+    cpu = kind == "cpu"
+    able = [w for w in workloads().values() if (w.args.device == "cpu") == cpu]
+    chosen = [workload_named(name) for name in args.only] or able
+    if wrong := [w.name for w in chosen if w not in able]:
         raise UsageError(f"--only {wrong[0]}: is not for this machine, which has {kind}")
-    try:
-        Path(args.output_dir or ".").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{args.output_dir}: cannot be written: {error.strerror}") from None
-    chosen = chosen or [w for w in workloads().values() if w.device == device]
-    if any((Path(args.output_dir or ".") / w.name).exists() for w in chosen) and args.output_dir:
-        raise UsageError(
-            f"--output-dir {args.output_dir}: has runs of a check already; choose another"
-        )
-    ranks, shared = args.nproc or gpu_count(kind), ROOT / "results"
-    if ranks > (most := n_cores() if kind == "cpu" else gpu_count(kind)):
-        raise UsageError(
-            f"--nproc {ranks}: this machine has {most} {'cores' if kind == 'cpu' else 'GPUs'}"
-        )
+    most = n_cores()
+    if not cpu:
+        import torch
+
+        most = max(1, torch.cuda.device_count())
+    ranks = args.nproc or (1 if cpu else most)
+    if ranks > most:
+        raise UsageError(f"--nproc {ranks}: this machine has {most} {'cores' if cpu else 'GPUs'}")
+    shared = ROOT / "results"
     others = read_records([str(shared)], lambda line: None, LogFacts()) if shared.is_dir() else []
     with private_directory() as temporary:
         directory = Path(args.output_dir or temporary)
-        result = machine_check.check_machine(
-            kind, chosen, ranks, directory, args.at_least, others, say
-        )
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{directory}: cannot be written: {error.strerror}") from None
+        if any((directory / w.name).exists() for w in chosen):
+            raise UsageError(
+                f"--output-dir {directory}: has runs of a check already; choose another"
+            )
+        result = machine_check.check_machine(kind, chosen, ranks, directory, args.at_least, others)
     if args.json:
         print(json.dumps(result.as_json(), indent=1))
     else:
         machine_check.show_check(result)
     return CODES[result.verdict]
-
-
-def gpu_count(kind: Platform) -> int:
-    """The GPUs of this machine that PyTorch sees; 1 on a CPU."""
-    if kind == "cpu":
-        return 1
-    import torch
-
-    return max(1, torch.cuda.device_count())
 
 
 if __name__ == "__main__":

@@ -94,18 +94,18 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=out) as unfinished:
         for name, arrays in parts.items():
             ends: list[int] = []
-            total = write_tokens(Path(unfinished) / name, counted(arrays, ends), vocab_size)
-            with (Path(unfinished) / f"{name}.ends.npy").open("wb") as f:
-                np.save(f, np.unique([end for end in ends if end]))  # some documents have no tokens
+            path = Path(unfinished, f"{name}.bin")
+            total = write_tokens(path, counted(arrays, ends), vocab_size)
+            # Some documents have no tokens.
+            np.save(path.with_suffix(".ends.npy"), np.unique([end for end in ends if end]))
             if not total:
                 first = ", ".join(map(str, paths[:3]))
                 raise UsageError(f"no text in {first}; nothing was written")
             print(f"{out / name}.bin: {total:,} tokens, vocabulary {vocab_size}")
         for name in ("val.bin", "val.ends.npy"):
             (out / name).unlink(missing_ok=True)
-        for name in parts:
-            (Path(unfinished) / name).replace(out / f"{name}.bin")
-            (Path(unfinished) / f"{name}.ends.npy").replace(out / f"{name}.ends.npy")
+        for path in Path(unfinished).iterdir():
+            path.replace(out / path.name)
     return 0
 
 

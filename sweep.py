@@ -13,7 +13,6 @@ torch itself.
 import dataclasses
 import json
 import shlex
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -30,7 +29,7 @@ from llm_train_bench.compare.report import by_speed, runs_table, show_comparison
 from llm_train_bench.model.json_files import shipped_config
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import changed, flag, flag_of
-from llm_train_bench.sweep.all_runs import duration_text, estimated_seconds, run_all
+from llm_train_bench.sweep.all_runs import estimated_seconds, hours, run_all
 from llm_train_bench.sweep.cell_runs import Rows
 from llm_train_bench.sweep.experiment import (
     Experiment,
@@ -43,27 +42,14 @@ from llm_train_bench.sweep.rows_as_records import records_of_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class SettingsFlags:
-    """The settings to run.
+class SweepArgs:
+    """Run many settings, each in a separate process, and compare them.
 
     experiment: An experiment file. Without one, --models and --set describe the runs.
     models: Model configs. With an experiment file, which of its models to run.
     script: Script to run.
     set: flag=value for all runs, or flag=value,value,... for an axis of the grid.
     platform: Platform, which selects its part of the experiment file. auto detects the driver.
-    """
-
-    experiment: str = flag("", metavar="[FILE.yaml]", positional=True)
-    models: tuple[str, ...] = flag((), metavar="CONFIG ...")
-    script: Literal["train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py"] = flag("train.py")
-    set: tuple[str, ...] = flag((), metavar="FLAG=VALUE ...")
-    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag("auto")
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessFlags:
-    """How to run them.
-
     repeats: Runs of each setting, interleaved so that a drifting machine affects all settings.
     tune: Find the fastest setting with few runs. The estimate keeps the fastest fifth, short runs
         halve it repeatedly, and the two best settings run in full, alternating, five times.
@@ -72,16 +58,16 @@ class ProcessFlags:
     dry_run: Print the commands and stop.
     """
 
-    repeats: int = flag(1, at_least=1)
+    experiment: str = flag("", metavar="[FILE.yaml]", positional=True)
+    models: tuple[str, ...] = flag((), metavar="CONFIG ...")
+    script: Literal["train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py"] = flag("train.py")
+    set: tuple[str, ...] = flag((), metavar="FLAG=VALUE ...")
+    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag("auto")
+    repeats: int = flag(1, at_least=1, at_most=1000)
     tune: bool = flag(False)
     output_dir: str | None = flag(None, metavar="DIR")
     retry: bool = flag(False)
     dry_run: bool = flag(False)
-
-
-@dataclasses.dataclass(frozen=True)
-class SweepArgs(ProcessFlags, SettingsFlags):
-    """Run many settings, each in a separate process, and compare them."""
 
 
 @tool("sweep.py")
@@ -93,27 +79,20 @@ def main(argv: Sequence[str]) -> int:
     cells = make_cells(experiment, platform, where)
     commands = [[cell.script, *cell.argv()] for cell in cells]
     unlike = differences(experiment, where)
-    if experiment.methodology == "identical_config":
-        if unlike:
-            more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
-            raise UsageError(
-                f"{where}: methodology is identical_config, and platforms differ: {unlike[0]}{more}; "
-                "make them equal, or take maximum_performance"
-            )
-        print("# identical_config: all platforms have the same hyperparameters")
+    if experiment.methodology == "identical_config" and unlike:
+        more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+        raise UsageError(
+            f"{where}: methodology is identical_config, and platforms differ: {unlike[0]}{more}; "
+            "make them equal, or take maximum_performance"
+        )
     if args.dry_run:
-        for cell, words in zip(cells, commands, strict=True):
-            settings = [f"{name}={shlex.quote(value)}" for name, value in cell.environment]
-            name = words[0].removesuffix(".py").replace("_", "-")
-            program = ["python", words[0]] if Path.cwd() == ROOT else ["llm-train-bench", name]
-            print(printable(" ".join([*settings, shlex.join([*program, *words[1:]])])))
+        for script, *words in commands:
+            name = script.removesuffix(".py").replace("_", "-")
+            program = ["python", script] if Path.cwd() == ROOT else ["llm-train-bench", name]
+            print(printable(shlex.join([*program, *words])))
         print(summary(cells, experiment, platform, args.tune))
         return 0
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
-    if not (args.output_dir or args.experiment):
-        # Each such command has one directory, and finds it again.
-        number = zlib.crc32(json.dumps(commands).encode())
-        directory = directory.with_name(f"{directory.name}-{number:08x}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         rows = Rows(directory / "rows.jsonl")
@@ -134,37 +113,30 @@ def main(argv: Sequence[str]) -> int:
         show_comparison(rows_of_table)
         written = f"wrote rows.jsonl, runs.csv and runs/ in {directory}"
         print(f"{written}; compare.py {directory} makes a report")
-    except (KeyboardInterrupt, Interrupted, OSError) as error:
-        kept = f"rows kept: {len(rows.rows)}; the same command resumes there"
-        if not isinstance(error, OSError):
-            print_apart("sweep.py", kept)
-            raise
-        print_apart("sweep.py", f"{error.filename or directory}: {error.strerror}; {kept}")
-        return 1
+    except (KeyboardInterrupt, Interrupted, OSError):
+        print_apart("sweep.py", f"rows kept: {len(rows.rows)}; the same command resumes there")
+        raise
     return 0 if any(row["status"] == "ok" for row in measured) else 1
 
 
 def experiment_of(args: SweepArgs) -> tuple[Experiment, str]:
     """The experiment that the arguments name or describe, and its name for messages."""
-    if args.experiment:
-        for name in sorted({"set", "script", "repeats"} & set(changed(args))):
-            raise UsageError(
-                f"{flag_of(name)}: the experiment file decides that; leave the flag out"
-            )
-        if shipped_config(args.experiment) != args.experiment:
-            raise UsageError(f"{args.experiment}: is a model; use --models {args.experiment}")
-        experiment = read_experiment(args.experiment)
-        names = {model: {model, Path(model).stem} for model in experiment.models}
-        if unknown := set(args.models) - set().union(*names.values()):
-            available = ", ".join(Path(model).stem for model in names)
-            raise UsageError(
-                f"--models {min(unknown)}: unknown model of {args.experiment}; available: {available}"
-            )
-        chosen = [m for m in names if not args.models or names[m] & set(args.models)]
-        return experiment.model_copy(update={"models": chosen}), args.experiment
-    if not args.models:
+    if not (args.experiment or args.models):
         raise UsageError("nothing to run: give an experiment file, or --models")
-    return from_command_line(args.script, args.models, args.set, args.repeats), "--set"
+    if not args.experiment:
+        return from_command_line(args.script, args.models, args.set, args.repeats), "--set"
+    for name in sorted({"set", "script", "repeats"} & set(changed(args))):
+        raise UsageError(f"{flag_of(name)}: the experiment file decides that; leave the flag out")
+    if shipped_config(args.experiment) != args.experiment:
+        raise UsageError(f"{args.experiment}: is a model; use --models {args.experiment}")
+    experiment = read_experiment(args.experiment)
+    names = {model: {model, Path(model).stem} for model in experiment.models}
+    if unknown := set(args.models) - set().union(*names.values()):
+        known = ", ".join(Path(model).stem for model in names)
+        why = f"unknown model of {args.experiment}; available: {known}"
+        raise UsageError(f"--models {min(unknown)}: {why}")
+    chosen = [m for m in names if not args.models or names[m] & set(args.models)]
+    return experiment.model_copy(update={"models": chosen}), args.experiment
 
 
 def summary(cells: list[Cell], e: Experiment, platform: Platform, searches: bool) -> str:
@@ -177,7 +149,7 @@ def summary(cells: list[Cell], e: Experiment, platform: Platform, searches: bool
     seconds = estimated_seconds(cells, e, platform)
     if seconds is None:
         return f"{text}; the time is unknown until the first run ends"
-    return f"{text}; estimated {duration_text(e.repeats * seconds)}; compilation is extra"
+    return f"{text}; estimated {hours(e.repeats * seconds)}; compilation is extra"
 
 
 if __name__ == "__main__":

@@ -369,7 +369,7 @@ def exact(part: Part) -> None:
         wrong = w.wrong_steps("fp32", steps)
         return row | ({"wrong": wrong} if wrong else {})
 
-    shapes = {w.shape: w for w in workloads().values() if w.device == DEVICE.type}
+    shapes = {w.shape: w for w in workloads().values() if w.args.device == DEVICE.type}
     part.take_turns({name: functools.partial(run, w) for name, w in shapes.items()}, rounds=1)
 
 

@@ -291,10 +291,9 @@ def plans_sweep(path: Path) -> bool:
 def examines(path: Path) -> bool:
     """doctor.py with a tool of the driver that prints this."""
     stand_ins = dict.fromkeys(("libraries", "settings", "torch_sees"), lambda *_: [])
-    platform = "amd" if path.suffix == ".json" else "nvidia"
     stand_ins["output_of"] = lambda *_: path.read_bytes().decode("utf-8", "replace").strip()
     which = mock.patch.object(shutil, "which", lambda _: "x")
-    kind = mock.patch.object(doctor, "detect_platform", lambda: platform)
+    kind = mock.patch.object(doctor, "detect_platform", lambda: "nvidia")
     with which, kind, mock.patch.multiple(findings, **stand_ins):
         return run(path, doctor.main, [], ["--json"])
 
@@ -392,7 +391,6 @@ def kinds() -> dict[str, Kind]:
         "estimate:config": (".json", configs, tool(estimate.main, "@", *on_h100)),
         "estimate:calibrate": (".json", values(measured_there),
                                tool(estimate.main, TINY, *on_h100, "--calibrate", "@")),
-        "doctor:amd": (".json", texts("tests/fuzzed/rocm-smi.json"), examines),
         "doctor:nvidia": (".txt", texts("tests/fuzzed/nvidia-smi.txt"), examines),
     }  # fmt: skip
 

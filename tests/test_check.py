@@ -21,7 +21,6 @@ from llm_train_bench.check import (
     findings,
     machine_check,
     node_survey,
-    probe,
     references,
     workloads,
 )
@@ -40,7 +39,7 @@ SHORT = "--n-steps 4 --warmup-steps 1 --no-tensorboard"
 def test_workloads_are_complete_and_say_what_they_are():
     """Each has known losses, all that is learnt is in its file, and it runs as any run file."""
     found = workloads.workloads()
-    assert {w.device for w in found.values()} == {"cuda", "cpu"}
+    assert {w.args.device for w in found.values()} == {"cuda", "cpu"}
     assert {w.number_format for w in found.values()} == {"fp32", "bf16", "fp8"}
     for w in found.values():
         names = words("config seq_len global_bsz seed optimizer lr weight_decay grad_clip amp")
@@ -84,7 +83,7 @@ def test_rates_of_a_gpu_stand_beside_what_is_published_of_it():
     assert found["memory"].part == pytest.approx(1.0)
     assert found["memory"].reference.kind == "estimated"
     assert found["host to device"].part == 0.5
-    assert found["launch"].part is None and found["launch"].less_is_better
+    assert found["launch"].part is None
 
 
 def figure(part, kind="measured", wide=0.0):
@@ -135,7 +134,7 @@ def checked(tmp_path, names=("gpt2-125m-bf16",), reached=(), at_least=0.9, **opt
     chosen = [workloads.workload_named(name) for name in names]
     others = mock.patch.object(machine_check, "reached_by_others", lambda *_: reached)
     with stand_in(**options), others:
-        return check_machine("nvidia", chosen, 1, tmp_path, at_least, [], lambda _: None)
+        return check_machine("nvidia", chosen, 1, tmp_path, at_least, [])
 
 
 def test_references_measured_before_published_before_estimated(tmp_path):
@@ -164,7 +163,7 @@ def test_the_table_of_results_is_a_reference(tmp_path):
 def test_wrong_numbers_are_below_whatever_the_speed(tmp_path):
     with mock.patch.object(workloads.Workload, "wrong_steps", lambda *_: "the loss of step 0 is 9"):
         c = checked(tmp_path, reached=[500_000.0])
-    assert c.verdict == "below" and any("wrong numbers" in f.what for f in c.found)
+    assert c.verdict == "below" and any("wrong numbers" in f.what for f in c.findings)
 
 
 def of_run(changes=""):
@@ -188,32 +187,23 @@ def test_nothing_is_found_where_nothing_is_wrong():
     assert list(findings.of_rates({})) == []
 
 
-def test_copies_and_throttled_cpus_are_found():
+def test_slow_copies_are_found():
     rates = {"host to device": 12.0, "device to host": 50.0, "link_gb_per_s": 63.0}
     (slow,) = findings.of_rates(rates)
     assert slow.what == "copies host to device" and "63.0" in slow.found
-    (quota,) = findings.of_rates({"throttled_cpu": 0.4})
-    assert quota.what == "throttled CPU" and "40%" in quota.found
-
-
-def test_throttled_time_is_read_from_the_control_group(tmp_path):
-    (tmp_path / "cpu.stat").write_text("usage_usec 9\nnr_throttled 3\nthrottled_usec 2500000\n")
-    assert probe.throttled_seconds(tmp_path / "cpu.stat") == 2.5
-    assert probe.throttled_seconds(tmp_path / "none") == 0.0
 
 
 def test_numa_nodes_and_a_quota_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(findings, "_own_cores", lambda: {0, 1, 8})
-    for node, cores in (("node0", "0-3"), ("node1", "8-11"), ("node2", "12")):
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "cpulist").write_text(cores + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 8}, raising=False)
+    for core in ("node0/cpu0", "node0/cpu1", "node1/cpu8", "node1/cpu9", "node2/cpu12"):
+        (tmp_path / core).mkdir(parents=True)
     monkeypatch.setattr(findings, "n_cores", lambda: 3)
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     across, quota = findings.placement(tmp_path, tmp_path / "cpu.max")
     assert "may run on 2" in across.found and "--numa-binding" in across.advice
     assert quota.found == "1.5 cores' time for 3 cores"
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    monkeypatch.setattr(findings, "_own_cores", lambda: {0, 1})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     assert list(findings.placement(tmp_path, tmp_path / "cpu.max")) == []
 
 
@@ -232,7 +222,7 @@ case "$*" in
 *query-gpu=index,power*) echo "0, {power}, 700.00, {width}, 16, {ecc}, {clock}, 1980";;
 *query-gpu=driver*) echo "535.104.05";;
 *query-gpu=pcie*) echo "5, {width}";;
-*remapped*) echo "00000000:00:06.0, {pending}, {failure}";;
+*remapped*) echo "{pending}, {failure}";;
 esac
 """
 
@@ -307,7 +297,7 @@ def test_a_workload_that_fails_is_said_and_the_others_go_on(tmp_path, monkeypatc
         assert run is None and why.startswith("train.py: --device cuda")
     with stand_in():
         machine_check.run_workload = lambda *_: (None, "train.py: no room")
-        c = check_machine("nvidia", [w], 1, tmp_path, 0.9, [], lambda _: None)
+        c = check_machine("nvidia", [w], 1, tmp_path, 0.9, [])
     assert c.figures[-1].missing == "train.py: no room" and c.verdict == "not judged"
     assert json.loads(json.dumps(c.as_json()))["figures"][-1]["value"] is None
 
@@ -390,7 +380,7 @@ def test_a_survey_that_fails_is_one_line(monkeypatch):
 def test_a_survey_prints_a_verdict_for_each_node(capsys):
     rates = {"node 0 (a)": ([0, 1], 5.0), "node 1 (b)": ([2, 3], 2.0)}
     units = [node_survey.Unit(name, *rate, host=name[-2]) for name, rate in rates.items()]
-    rows = [{"kind": "all_reduce", "mib": 1, "seconds": [0.1, 0.1], "bus_gb_per_s": 2.0}]
+    rows = [{"kind": "all_reduce", "mib": 1, "seconds": 0.1, "bus_gb_per_s": 2.0}]
     s = node_survey.Survey("x", units, [node_survey.Link((0, 1), 1.0)], rows)
     node_survey.judge_survey(s)
     node_survey.show_survey(s.as_json())

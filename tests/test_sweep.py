@@ -21,10 +21,10 @@ from llm_train_bench.compare.report import runs_table
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.sweep import all_runs, cell_runs, grid, tune
 from llm_train_bench.sweep import experiment as experiments
-from llm_train_bench.sweep.all_runs import START_S, duration_text
+from llm_train_bench.sweep.all_runs import START_S, hours
 from llm_train_bench.sweep.cell_runs import Rows, cell_key
 from llm_train_bench.sweep.experiment import read_experiment
-from llm_train_bench.sweep.grid import Cell, differences, make_cells, work_on
+from llm_train_bench.sweep.grid import differences, make_cells, work_on
 from llm_train_bench.sweep.rows_as_records import records_of_rows
 from tests import fuzz
 from tests.helpers import ROOT, cases, changed, records_of, result_of, words
@@ -71,7 +71,6 @@ time.sleep(int(value["--n-steps"]) / 6)
 run = pathlib.Path(value["--output-dir"], value["--run-name"])
 shutil.copytree({result!r}, run)
 (run / "tensorboard").mkdir()
-(run / "tensorboard/events.1").touch()
 """
 
 
@@ -131,11 +130,8 @@ def test_what_goes_wrong_is_a_row(killed_and_resumed):
     names = {"bsz 2, no init-from", "bsz 3, init-from missing", "bsz 400000, no init-from"}
     assert {line.split("|")[1].strip() for line in lines} == names
     assert sum("not compared: failed: missing: no such directory" in line for line in lines) == 1
-    # TensorBoard names runs by their setting.
-    names = [f"gpt2-tiny bsz 2, sac 1_2, no init-from #{i}" for i in range(2)]
-    assert sorted(path.name for path in out.glob("tensorboard/*")) == names
-    for name in names:
-        assert len(list((out / "tensorboard" / name).glob("events.*"))) == 1
+    links = {path.name for path in out.glob("tensorboard/*") if path.is_dir()}
+    assert links == {f"gpt2-tiny bsz 2, sac 1_2, no init-from #{i}" for i in range(2)}
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path, scripts):
@@ -149,17 +145,6 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path, scripts):
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and "timeout: not done after 5 s" in text
     assert not process.members()
-
-
-def test_a_run_that_goes_on_is_reported(tmp_path, monkeypatch, capsys):
-    """By its last line, so that a log file shows that the sweep is alive."""
-    monkeypatch.setattr(cell_runs, "LINE_S", 0.3)
-    cell = Cell("train.py", "configs/gpt2-tiny.json", (), ())
-    code = "import time; print('step 7/90  left', flush=True); print(); time.sleep(1.0)"
-    ended = cell_runs._run([sys.executable, "-c", code], cell, tmp_path / "log", 20.0)
-    assert ended == ("failed", None)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines and lines[-1] == "  gpt2-tiny: step 7/90  left"
 
 
 def test_a_killed_run_says_so(tmp_path):
@@ -187,7 +172,7 @@ def test_what_failed_is_run_again_on_request(tmp_path, output_of, scripts, monke
     assert row["status"] == "ok"
 
 
-def test_rows_survive_torn_deep_and_escaped_lines(tmp_path, capsys):
+def test_rows_survive_torn_deep_and_escaped_lines(tmp_path):
     path, name = tmp_path / "rows.jsonl", printable(fuzz.ESCAPE)
     row = {"model": "m", "status": "oom", "axes": {}}
     a, b, c = (json.dumps({"key": key} | row) for key in "abc")
@@ -201,8 +186,7 @@ def test_rows_survive_torn_deep_and_escaped_lines(tmp_path, capsys):
     spoilt = row | {"key": fuzz.ESCAPE, "axes": {fuzz.ESCAPE: [{fuzz.ESCAPE: fuzz.ESCAPE}]}}
     path.write_text("\n".join([*deep, b, *without, json.dumps(spoilt), c[:-9]]))
     rows = Rows(path)
-    damaged = [f"{path}:{line}: is damaged; its setting runs again" for line in (1, 2, 4, 5, 6, 7)]
-    assert capsys.readouterr().out.splitlines() == damaged
+    assert list(rows.rows) == ["b", name]
     assert rows.rows[name] == row | {"key": name, "axes": {name: [{name: name}]}}
     rows.forget("failed")
     assert list(rows.rows) == ["b", name]
@@ -242,12 +226,12 @@ def test_the_time_of_a_sweep_is_estimated_from_what_is_known(output_of, own_hard
     steps = [estimate_speed(*work_on(cell, e, "cpu")).step_s for cell in make_cells(e, "cpu")]
     assert steps[1] == pytest.approx(2 * steps[0], rel=0.3)
     seconds = 3 * (2 * START_S + 100 * sum(steps))
-    told = f"# 2 settings x 3 repeats = 6 runs; estimated {duration_text(seconds)};"
+    told = f"# 2 settings x 3 repeats = 6 runs; estimated {hours(seconds)};"
     assert summary == f"{told} compilation is extra"
 
 
 def test_the_time_left_follows_from_the_runs_that_ended(tmp_path, monkeypatch, capsys):
-    """Runs of 20, 50 and 90 s: a setting's own mean, before its first run the mean of all."""
+    """Runs of 20, 50 and 90 s, by their mean."""
     e = experiment(grid={"bsz": [1, 4, 8]}, training=FAST, repeats=2)
 
     def run_cell(cell, repeat, directory, timeout_s):
@@ -259,7 +243,7 @@ def test_the_time_left_follows_from_the_runs_that_ended(tmp_path, monkeypatch, c
     all_runs.run_all(make_cells(e, "cpu"), e, Rows(tmp_path / "rows.jsonl"), "cpu")
     lines = capsys.readouterr().out.splitlines()
     left = [re.search(r"\((.*) left\)", line)[1] for line in lines]
-    assert left == ["1 min 40 s", "2 min 20 s", "2 min 40 s", "2 min 20 s", "1 min 30 s", "0 s"]
+    assert left == ["0:01:40", "0:02:20", "0:02:40", "0:01:30", "0:00:46", "0:00:00"]
 
 
 def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
@@ -267,7 +251,7 @@ def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
     path = write(tmp_path / "e.yaml", training=FAST)
     assert sweep.main([path, "--output-dir", str(tmp_path)]) == 1
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "logs: " in err and "rows kept: 0" in err
+    assert err.count("\n") == 2 and "logs: " in err and "rows kept: 0" in err
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/sweeps/*.yaml")), ids=lambda p: p.stem)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from llm_train_bench.base.children import private_directory
@@ -98,9 +98,3 @@ def judged_link(transport: str, rate: float, nominal: float | None) -> tuple[str
         return "not judged", "no nominal rate is known"
     text = f"{transport}: {rate:.3g} of {nominal:g} GB/s ({part:.0%})"
     return ("fail" if part < FAILS else "not judged" if part < UNCERTAIN else "pass"), text
-
-
-def summary(transports: Sequence[str]) -> str:
-    """The transports of several pairs of ranks in one word or two, the slowest kind first."""
-    order = ["TCP sockets", "host memory"]
-    return ", ".join(sorted(set(transports), key=lambda t: (t not in order, t)))

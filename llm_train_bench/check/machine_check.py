@@ -2,10 +2,9 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from llm_train_bench.base.files import ROOT
 from llm_train_bench.base.hardware import Hardware, device_called, name_of_part
 from llm_train_bench.base.machine import Platform
 from llm_train_bench.base.tables import markdown_table, number
+from llm_train_bench.base.tool_main import print_apart
 from llm_train_bench.check import findings
 from llm_train_bench.check.findings import Finding
 from llm_train_bench.check.references import (
@@ -44,32 +44,28 @@ class MachineCheck:
 
     device: str
     count: int
-    figures: list[Reached] = dataclasses.field(default_factory=list)
-    found: list[Finding] = dataclasses.field(default_factory=list)
+    figures: list[Reached]
+    findings: list[Finding]
     verdict: str = "not judged"
     part: float | None = None
     about: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON data."""
-        names = ("device", "count", "verdict", "part", "about")
-        told = {"version": __version__} | {name: getattr(self, name) for name in names}
-        figures = [storable(dataclasses.asdict(f) | {"part": f.part}) for f in self.figures]
-        return told | {"figures": figures, "findings": [dataclasses.asdict(f) for f in self.found]}
+        figures = [dataclasses.asdict(f) | {"part": f.part} for f in self.figures]
+        told = {"version": __version__} | dataclasses.asdict(self) | {"figures": figures}
+        return storable(told)
 
 
 def probe_device(device: str, directory: Path) -> dict[str, Any]:
     """What check/probe.py measures, in a process that frees the device; UsageError if it fails."""
-    path = directory / "rates.json"
+    path = directory.resolve() / "rates.json"
     command = [sys.executable, "-m", "llm_train_bench.check.probe", path, device, PROBE_SECONDS]
-    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
-        code, errors = run_child(command, LONGEST_PROBE_S, env=environment)
+        code, errors = run_child(command, LONGEST_PROBE_S, cwd=ROOT)
     except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"the rates took more than {LONGEST_PROBE_S} s: is the device stuck?"
-        ) from None
+        why = f"the rates took more than {LONGEST_PROBE_S} s: is the device stuck?"
+        raise UsageError(why) from None
     if code:
         last = (errors.strip() or "no message").splitlines()[-1]
         raise UsageError(f"the rates cannot be measured: {last}")
@@ -99,13 +95,9 @@ def failures_of(told: dict[str, Any]) -> Sequence[str]:
     lines = [f"{unit['name']}: {text}" for unit in units for text in unit["failed"]]
     failed = [link for link in told["links"] if link["verdict"] == "fail"]
     if failed and len(failed) == len(told["links"]):  # it is the fabric, not a link
-        cause = (
-            told["cause"] if "TCP" in failed[0]["transport"] else "look at its cards and switches"
-        )
-        return [*lines, f"every link is too slow: {failed[0]['why']}: {cause}"]
+        return [*lines, f"every link is too slow: {failed[0]['why']}: {failed[0]['cause']}"]
     by_node = {i for i, unit in enumerate(units) if any("sends" in text for text in unit["failed"])}
-    slow = [x for x in told["links"] if x["slow"] or (x in failed and not by_node & {*x["units"]})]
-    for link in slow:
+    for link in (link for link in failed if not by_node & {*link["units"]}):
         a, b = (units[i]["name"] for i in link["units"])
         lines.append(f"the link between {a} and {b} is slow: {link['why']}")
     return lines
@@ -130,12 +122,11 @@ def check_machine(
     directory: Path,
     at_least: float,
     others: Sequence[Record],
-    say: Callable[[str], None],
 ) -> MachineCheck:
     """Measure everything and judge it, also by the runs of others."""
     device = "cpu" if kind == "cpu" else "cuda"
     found = [f for f in findings.of_machine(kind) if f.state != "ok" and not f.optional]
-    say("rates ...")
+    print_apart("check.py", "rates ...")
     told = probe_device(device, directory)
     rates = told["rates"]
     hardware = device_called(name_of_part(told["device"], told["memory_gib"]))
@@ -145,12 +136,12 @@ def check_machine(
     if ranks > 1:
         from llm_train_bench.check.node_survey import survey_here  # needs torch
 
-        say("nodes ...")
+        print_apart("check.py", "nodes ...")
         result.figures += list(survey_figures(survey_here(ranks), hardware, found))
     found += findings.of_remarks(device_remarks(DeviceUse(**told["use"])), "rates")
     found += findings.of_rates(rates)
     for w in chosen:
-        say(f"{w.name} ...")
+        print_apart("check.py", f"{w.name} ...")
         run, why = run_workload(w, ranks, directory)
         if run is None:
             result.figures.append(Reached(w.name, "tokens/s", None, missing=why, workload=True))
@@ -170,25 +161,23 @@ def check_machine(
 
 def show_check(c: MachineCheck) -> None:
     """The table, the findings, and the verdict in words."""
-    many = f"{c.count} x " if c.count > 1 else ""
-    title = f"{many}{c.device}"
+    title = f"{c.count} x {c.device}"
     columns = ("what", "measured", "unit", "reference", "kind", "reached", "source")
     rows = []
     for f in c.figures:
         r = f.reference
-        value = f.missing or number(f.value, ",.4g" if (f.value or 0) < 1000 else ",.0f")
         known = ("none", "", "", "")
         if r:
-            form = ",.4g" if r.value < 1000 else ",.0f"
-            known = (format(r.value, form), r.kind, number(f.part, ".0%"), r.source)
-        rows.append((f.name, value, f.unit, *known))
+            known = (_figure(r.value), r.kind, number(f.part, ".0%"), r.source)
+        rows.append((f.name, f.missing or _figure(f.value), f.unit, *known))
     print(markdown_table(columns, rows, left=("unit", "kind", "source"), title=title), end="")
-    if c.found:
-        findings.show(c.found)
-    count = len(c.found)
-    things = {0: "Nothing was found that holds it back", 1: "One thing may hold it back"}
+    findings.show(c.findings)
     print(f"This machine is {c.verdict}: {c.about}.")
-    print(f"{things.get(count, f'{count} things may hold it back')}.")
+    print(f"Findings that may hold it back: {len(c.findings) or 'none'}.")
+
+
+def _figure(value: float | None) -> str:
+    return number(value, ",.4g" if (value or 0) < 1000 else ",.0f")
 
 
 def reached_by_others(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ EXCHANGED_MIB = {"cpu": 16, "cuda": 1024}
 # Up to so many nodes are measured one after the other, and pairs one at a time.
 FEW_NODES, MOST_ROUNDS = 16, 31
 SIZES_MIB = (1, 64)
+# The worst first.
+VERDICTS = ("fail", "not judged", "pass")
 # Ranks that do not answer for so long are gone [s].
 TIMEOUT_S = 300
 
@@ -59,8 +62,8 @@ class Unit:
 class Link:
     """A pair of units, by their places in the survey, and its rate.
 
-    `nominal_gb_per_s`: that of its cards or its NVLink together, None where unknown; `verdict` is by
-    that. `slow`: beside the other links.
+    `nominal_gb_per_s` is that of its cards or its NVLink together, None where unknown. `verdict` and
+    `why` are by that rate and by the other links.
     """
 
     units: tuple[int, int]
@@ -69,7 +72,7 @@ class Link:
     nominal_gb_per_s: float | None = None
     verdict: str = "not judged"
     why: str = ""
-    slow: bool = False
+    cause: str = "look at its cards and switches"
 
 
 @dataclasses.dataclass
@@ -80,15 +83,12 @@ class Survey:
     units: list[Unit]
     links: list[Link]
     collectives: list[dict[str, Any]]
-    cause: str = ""
-    """Why the links are TCP sockets."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON data, with a `verdict` on all: `pass`, `fail`, or `not judged`."""
-        slow = any(x.slow or x.verdict == "fail" for x in self.links)
-        slow |= any(unit.failed for unit in self.units)
-        sure = all(link.verdict == "pass" for link in self.links)
-        verdict = "fail" if slow else "pass" if sure else "not judged"
+        verdicts = [link.verdict for link in self.links]
+        verdicts += ["fail" for unit in self.units if unit.failed]
+        verdict = min(verdicts, key=VERDICTS.index, default="pass")
         exclude = ",".join(unit.host for unit in self.units if unit.failed and unit.host)
         return dataclasses.asdict(self) | {"verdict": verdict, "exclude": exclude}
 
@@ -96,14 +96,12 @@ class Survey:
 def find_units(ranks: Ranks) -> list[Unit]:
     """The job's nodes by what the launcher says, or by host names; its ranks where there is one node."""
     number = next((os.environ[name] for name in NODE_NUMBERS if name in os.environ), None)
-    host = platform.node()
-    told = gather(ranks, (host if number is None else number, host))
-    nodes = grouped(range(ranks.world), lambda rank: told[rank][0])
+    told = gather(ranks, (number, platform.node()))
+    nodes = grouped(range(ranks.world), lambda rank: told[rank])
     if len(nodes) == 1:
         return [Unit(f"rank {rank}", [rank]) for rank in range(ranks.world)]
-    hosts = [told[members[0]][1] for members in nodes.values()]
-    parts = enumerate(zip(hosts, nodes.values(), strict=True))
-    return [Unit(f"node {i} ({host})", members, host=host) for i, (host, members) in parts]
+    parts = enumerate(nodes.items())
+    return [Unit(f"node {i} ({host})", members, host=host) for i, ((_, host), members) in parts]
 
 
 def rounds_of(n: int) -> Iterator[list[tuple[int, int]]]:
@@ -171,11 +169,11 @@ def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
     for link in links:
         pairs = list(zip(*(units[i].ranks for i in link.units), strict=False))
         kinds = [kind for a, b in pairs if (kind := known[a][0].get(b) or known[b][0].get(a))]
-        link.transport = fabric.summary(kinds) or ("gloo" if device.type == "cpu" else "")
+        link.transport = ", ".join(sorted({*kinds})) or ("gloo" if device.type == "cpu" else "")
         nominal = fabric.nominal_of(link.transport, device_called(result.device))
         link.nominal_gb_per_s = nominal and nominal * len(pairs)
         if "TCP" in link.transport:
-            result.cause = known[pairs[0][0]][1]
+            link.cause = known[pairs[0][0]][1]
     judge_survey(result)
     return result
 
@@ -183,10 +181,9 @@ def survey(device: torch.device, ranks: Ranks, log: Path) -> Survey:
 def judge_survey(s: Survey) -> None:
     """Mark slow nodes and links, in place, by the others and by the rates that they should have.
 
-    A link is slow by its rate. It is the node's fault if all links of the node are slow.
+    If all links of a node are slow beside the others, it is the node's fault.
     """
-    rates = sorted(unit.tflops for unit in s.units)
-    usual = rates[len(rates) // 2]
+    usual = statistics.median_high(unit.tflops for unit in s.units)
     for unit in s.units:
         if unit.tflops < SLOW * usual:
             unit.failed.append(f"computes at {unit.tflops / usual:.0%} of the median")
@@ -200,10 +197,11 @@ def judge_survey(s: Survey) -> None:
         if len(s.units) > 2 and unit.gb_per_s is not None and unit.gb_per_s < SLOW_LINK * fine:
             unit.failed.append(f"sends at {unit.gb_per_s / fine:.0%} of the others' rate")
     for link in s.links:
-        of_node = any("sends" in text for i in link.units for text in s.units[i].failed)
-        link.slow = link.gb_per_s < SLOW_LINK * fine and not of_node
         rates = link.gb_per_s, link.nominal_gb_per_s
         link.verdict, link.why = fabric.judged_link(link.transport, *rates)
+        of_node = any("sends" in text for i in link.units for text in s.units[i].failed)
+        if link.gb_per_s < SLOW_LINK * fine and not of_node:
+            link.verdict = "fail"
 
 
 def survey_job(nproc: int | None, as_json: bool) -> int:
@@ -264,28 +262,20 @@ def survey_by(ranks: Ranks) -> dict[str, Any]:
 
 def show_survey(told: dict[str, Any]) -> None:
     """Print a line a node, the slow links, and the collectives of all, from a survey's JSON data."""
-    columns = (
-        "node",
-        "ranks",
-        "TFLOP/s of the slowest device",
-        "GB/s of the fastest link",
-        "verdict",
-    )
-    ranks = sum(len(unit["ranks"]) for unit in told["units"])
+    columns = ("node", "ranks", "slowest device: TFLOP/s", "fastest link: GB/s", "verdict")
     rows = []
     for unit in told["units"]:
         verdict = f"FAIL: {'; '.join(unit['failed'])}" if unit["failed"] else "pass"
-        of = unit["ranks"]
-        of = f"{of[0]}-{of[-1]}" if of[1:] else str(of[0])
+        ranks = "-".join(str(unit["ranks"][i]) for i in sorted({0, len(unit["ranks"]) - 1}))
         rate, link = number(unit["tflops"], ".4g"), number(unit["gb_per_s"], ".2f")
-        rows.append((unit["name"], of, rate, link, verdict))
-    title = f"{ranks} ranks, {told['device']}"
+        rows.append((unit["name"], ranks, rate, link, verdict))
+    title = f"{sum(len(unit['ranks']) for unit in told['units'])} ranks, {told['device']}"
     print(markdown_table(columns, rows, left=("verdict",), title=title), end="")
     _show_links(told)
     for line in failures_of(told):
         print(f"FAIL: {line}")
     rows = [
-        (x["kind"], f"{x['mib']:g}", f"{1e3 * x['seconds'][1]:.3f}", f"{x['bus_gb_per_s']:.2f}")
+        (x["kind"], f"{x['mib']:g}", f"{1e3 * x['seconds']:.3f}", f"{x['bus_gb_per_s']:.2f}")
         for x in told["collectives"]
     ]
     print(markdown_table(("all ranks", "MiB", "ms", "bus GB/s"), rows), end="")
@@ -294,9 +284,7 @@ def show_survey(told: dict[str, Any]) -> None:
     if told["verdict"] == "pass":
         print("pass: no node and no link is slow")
     elif told["verdict"] == "not judged":
-        print(
-            "no node and no link is slower than the others; not all rates could be judged, as above"
-        )
+        print("no node and no link is slower than the others; not all rates could be judged")
 
 
 def _show_links(told: dict[str, Any]) -> None:
@@ -306,8 +294,8 @@ def _show_links(told: dict[str, Any]) -> None:
     for (transport, nominal), links in kinds.items():
         links.sort(key=lambda link: link["gb_per_s"])
         rates = [links[i]["gb_per_s"] for i in (0, len(links) // 2, -1)]
-        worst = next((x for v in ("fail", "not judged") for x in links if x["verdict"] == v), None)
-        verdict = "pass" if worst is None else f"{worst['verdict']}: {worst['why']}"
+        worst = min(links, key=lambda link: VERDICTS.index(link["verdict"]))
+        verdict = f"{worst['verdict']}: {worst['why']}"
         shown = (f"{rate:.3g}" for rate in rates)
         name, nominal_rate = transport or "unknown", number(nominal, "g")
         rows.append((name, str(len(links)), *shown, nominal_rate, verdict))

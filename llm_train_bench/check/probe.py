@@ -5,14 +5,12 @@ python -m llm_train_bench.check.probe FILE.json auto|cuda|cpu SECONDS
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.machine import n_cores
 from llm_train_bench.check.findings import pcie_gb_per_s
 from llm_train_bench.check.rates import (
     attention_rates,
@@ -22,7 +20,7 @@ from llm_train_bench.check.rates import (
     formats_of,
     launch_seconds,
     memory_rate,
-    rate,
+    square_rate,
 )
 from llm_train_bench.measure.device import device_memory_gib, device_name, pick_device
 from llm_train_bench.measure.matmul_rate import heat
@@ -31,7 +29,6 @@ from llm_train_bench.measure.power import PowerMeter
 SIDES = (4096, 8192)
 ATTENTION = (4, 32, 4096, 128)
 HEAT_S = 10.0
-CPU_STAT = Path("/sys/fs/cgroup/cpu.stat")
 
 
 def measure_rates(device: torch.device, seconds: float) -> dict[str, Any]:
@@ -42,15 +39,12 @@ def measure_rates(device: torch.device, seconds: float) -> dict[str, Any]:
     cuda = device.type == "cuda"
     if cuda:
         heat(device, HEAT_S)
-    power, before, began = PowerMeter(device), throttled_seconds(), time.perf_counter()
+    power = PowerMeter(device)
     power.begin()
     rates: dict[str, Any] = {}
     if cuda:
         medians = {
-            kind: [
-                rate(make(n, n, n, "TN", device), 2 * n**3 / 1e12, seconds, device)[1]
-                for n in SIDES
-            ]
+            kind: [square_rate(make, side, device, seconds) for side in SIDES]
             for kind, make in formats_of(device).items()
         }
         best = best_rates(medians)
@@ -71,17 +65,8 @@ def measure_rates(device: torch.device, seconds: float) -> dict[str, Any]:
         rates["attention forward"] = fitted["attention_forward"] * entry["fp32_tflops"]
         rates |= {"launch": 1e6 * fitted["launch_s"], "entry": entry}
     use = power.end(rank=0)
-    elapsed = time.perf_counter() - began
-    rates["throttled_cpu"] = (throttled_seconds() - before) / elapsed / n_cores()
     name, memory = device_name(device), device_memory_gib(device)
     return {"device": name, "memory_gib": memory, "rates": rates, "use": use.model_dump()}
-
-
-def throttled_seconds(stat: Path = CPU_STAT) -> float:
-    """Seconds for which the container's quota has stopped its threads since it was started; 0 without."""
-    lines = stat.read_text(encoding="ascii").splitlines() if stat.exists() else []
-    values = dict(line.split() for line in lines if len(line.split()) == 2)
-    return int(values.get("throttled_usec", 0)) / 1e6
 
 
 if __name__ == "__main__":

@@ -71,20 +71,23 @@ def rate(run: Call, work: float, seconds: float, device: torch.device) -> tuple[
     return max(rates), statistics.median(rates)
 
 
+def square_rate(
+    make: Callable[..., Call], side: int, device: torch.device, seconds: float
+) -> float:
+    """Median TFLOP/s of a product of square matrices; `make` is one of `formats_of`."""
+    return rate(make(side, side, side, "TN", device), 2 * side**3 / 1e12, seconds, device)[1]
+
+
 def cpu_entry(device: torch.device, seconds: float) -> dict[str, Any]:
     """An entry of hardware.json for torch's present threads; `bf16_tflops` is the faster format's."""
-
-    def square(side: int, dtype: torch.dtype = torch.float32) -> float:
-        run = matmul(side, side, side, "TN", device, dtype)
-        return rate(run, 2 * side**3 / 1e12, seconds, device)[1]
-
-    small, large = square(128), square(1024)
+    kinds = formats_of(device)
+    small, large = (square_rate(kinds["fp32"], side, device, seconds) for side in (128, 1024))
     # efficiency (side / (side + half))^3 of the one and of the other
     r = min(0.999, small / large) ** (1 / 3)
     half = max(0.0, 128 * 1024 * (1 - r) / (1024 * r - 128)) if 1024 * r > 128 else 128.0
     half = min(half, 128.0)  # another process may have slowed the small one alone
     whole = ((1024 + half) / 1024) ** 3
-    fp32, bf16 = whole * large, whole * square(1024, torch.bfloat16)
+    fp32, bf16 = whole * large, whole * square_rate(kinds["bf16"], 1024, device, seconds)
     forward, both = attention_rates((4, 6, 512, 64), torch.float32, device, seconds)
     backward = 2 / max(1e-9, 1 / both - 1 / forward)
     whole = "sustained fp32_of_peak bandwidth layer_norms losses optimizers serial_host"

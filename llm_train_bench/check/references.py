@@ -3,14 +3,14 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from llm_train_bench.base.files import ROOT
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.base.machine import Platform
 from llm_train_bench.check.workloads import Workload
-from llm_train_bench.estimate.predict import Estimate, EstimateFlags, make_estimate
+from llm_train_bench.estimate.predict import EstimateFlags, make_estimate
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.json_files import parse_json
 from llm_train_bench.results.schema import Result
@@ -20,7 +20,6 @@ from llm_train_bench.settings.plan import Plan, make_plan
 from llm_train_bench.settings.run_file import result_flags
 
 PUBLISHED = ROOT / "benchmarks" / "published"
-MachineVerdict = Literal["as it should be", "below", "not judged"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +46,15 @@ class Reached:
     reference: Reference | None = None
     missing: str = ""
     workload: bool = False
-    less_is_better: bool = False
 
     @property
     def part(self) -> float | None:
         """The part of its reference that it reaches."""
         if self.value is None or self.reference is None:
             return None
-        ratio = self.value / self.reference.value
-        return 1 / ratio if self.less_is_better else ratio
+        return self.value / self.reference.value
 
 
-# Name, unit, whether less is better.
 RATES = {
     "matmul bf16": "TFLOP/s",
     "matmul fp32": "TFLOP/s",
@@ -80,13 +76,10 @@ def rate_figures(rates: Mapping[str, Any], hardware: Hardware | None) -> Iterato
     """The figures of check/probe.py, held against configs/hardware.json where the device is listed."""
     known: dict[str, Reference] = {}
     if hardware and hardware.platform != "cpu":
-        best = "highest published matmul rate"
-        for name, value, source in (
-            ("matmul bf16", hardware.measured_bf16_tflops, best),
-            ("matmul fp8", hardware.measured_fp8_tflops, best),
-        ):
-            if value:
-                known[name] = Reference("published", value, value, value, source)
+        for name in ("bf16", "fp8"):
+            if best := getattr(hardware, f"measured_{name}_tflops"):
+                source = "highest published matmul rate"
+                known[f"matmul {name}"] = Reference("published", best, best, best, source)
         memory = COPIED * hardware.memory_tb_per_s
         share = f"{COPIED:.0%} of the datasheet"
         known["memory"] = Reference("estimated", memory, memory, hardware.memory_tb_per_s, share)
@@ -95,8 +88,7 @@ def rate_figures(rates: Mapping[str, Any], hardware: Hardware | None) -> Iterato
             known[name] = Reference("published", link, link, link, "rate of its PCIe link")
     for name, unit in RATES.items():
         if name in rates:
-            less = name == "launch"
-            yield Reached(name, unit, rates[name], known.get(name), less_is_better=less)
+            yield Reached(name, unit, rates[name], known.get(name))
 
 
 def workload_figure(
@@ -137,7 +129,8 @@ def estimated(r: Result, hardware: Hardware | None) -> Reference | None:
     """The estimate of the same run, with the range of its errors; without one, nobody knows it."""
     if hardware is None:
         return None
-    e = estimate_of(r, hardware)
+    plan = plan_of_result(r, hardware.platform, hardware.memory_gib)
+    e = make_estimate(plan, EstimateFlags(gpu=hardware.name, gpus=r.device.count), hardware)
     rate, text = e.tokens_per_sec_per_gpu, "estimate.py; no published figure tells its error"
     if e.accuracy is None:
         if hardware.platform == "cpu":
@@ -158,32 +151,20 @@ def plan_of_result(r: Result, platform: Platform, memory_gib: float | None) -> P
     return make_plan(args, script, r.device.count, platform, config, memory_gib)
 
 
-def estimate_of(r: Result, hardware: Hardware) -> Estimate:
-    """What estimate.py says of a run on such a device."""
-    plan = plan_of_result(r, hardware.platform, hardware.memory_gib)
-    return make_estimate(plan, EstimateFlags(gpu=hardware.name, gpus=r.device.count), hardware)
-
-
-def judge_machine(
-    figures: Iterable[Reached], at_least: float
-) -> tuple[MachineVerdict, float | None, str]:
+def judge_machine(figures: Sequence[Reached], at_least: float) -> tuple[str, float | None, str]:
     """The verdict, the part of its references that the machine reaches, and a line on both.
 
     The part is the geometric mean over workloads. A reference with a range gives the part a range: it
     passes if all of it is at least `at_least`, and is below if none of it is.
     """
-    judged = [f for f in figures if f.workload and f.part is not None and f.reference]
+    judged = [(f.value, f.reference) for f in figures if f.workload and f.value and f.reference]
     unknown = [f.name for f in figures if f.workload and f.part is None]
     if not judged:
         return "not judged", None, "no figure has a reference"
-
-    def mean(parts: Iterable[float]) -> float:
-        return math.exp(statistics.fmean(math.log(max(1e-9, part)) for part in parts))
-
-    value = mean(f.part or 0.0 for f in judged)
-    low = mean((f.value or 0.0) / min(f.reference.high, 1e30) for f in judged if f.reference)
-    high = mean((f.value or 0.0) / max(f.reference.low, 1e-30) for f in judged if f.reference)
-    kinds = sorted({f.reference.kind for f in judged if f.reference})
+    value = statistics.geometric_mean(reached / r.value for reached, r in judged)
+    low = statistics.geometric_mean(reached / min(r.high, 1e30) for reached, r in judged)
+    high = statistics.geometric_mean(reached / max(r.low, 1e-30) for reached, r in judged)
+    kinds = sorted({r.kind for _, r in judged})
     text = f"{value:.0%} of the {' and '.join(kinds)} reference"
     if unknown:
         text += f", without {', '.join(unknown)}"

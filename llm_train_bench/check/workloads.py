@@ -13,13 +13,12 @@ from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import LEARNT, Args, Script, of_kind, present_flags
 from llm_train_bench.settings.run_file import unknown_settings
 
-VERSION = "v1"
-FOLDER = CONFIGS / "workloads"
+FOLDER = CONFIGS / "workloads" / "v1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A run file of configs/workloads/VERSION, and the figures of its first steps.
+    """A run file of configs/workloads, and the figures of its first steps.
 
     `losses` and `grad_norms` are those of an fp32 run; a run in another format may differ from them by
     the format's part of `bands`.
@@ -28,8 +27,8 @@ class Workload:
     name: str
     path: Path
     args: Args
-    losses: tuple[float, ...]
-    grad_norms: tuple[float, ...]
+    losses: list[float]
+    grad_norms: list[float]
     bands: dict[str, dict[str, float]]
 
     @property
@@ -41,11 +40,6 @@ class Workload:
     def number_format(self) -> str:
         """fp32, bf16 or fp8."""
         return self.name.rpartition("-")[2]
-
-    @property
-    def device(self) -> str:
-        """`cuda` or `cpu`."""
-        return self.args.device
 
     def wrong_steps(self, number_format: str, steps: list[dict[str, Any]]) -> str | None:
         """What is wrong with the first steps of a run in a format; None if nothing is."""
@@ -66,18 +60,13 @@ class Workload:
 @functools.cache
 def workloads() -> dict[str, Workload]:
     """All workloads by their names."""
-    folder = FOLDER / VERSION
-    known = parse_json((folder / "losses.json").read_text(encoding="utf-8"))
+    known = parse_json((FOLDER / "losses.json").read_text(encoding="utf-8"))
     found = {}
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted(FOLDER.glob("*.yaml")):
         figures = known["workloads"][path.stem.rpartition("-")[0]]
+        args = parse_args(["--from", str(path)], Script.ONE)
         found[path.stem] = Workload(
-            path.stem,
-            path,
-            parse_args(["--from", str(path)], Script.ONE),
-            tuple(figures["losses"]),
-            tuple(figures["grad_norms"]),
-            known["bands"],
+            path.stem, path, args, figures["losses"], figures["grad_norms"], known["bands"]
         )
     return found
 
@@ -100,17 +89,14 @@ def model_hash(config: str, layers: int | None) -> str:
 
 def workload_of(r: Result) -> Workload | None:
     """The workload that a run is, whatever its number format and flags of speed; None for others."""
-    if not r.ours or r.first_step:
+    if not r.ours or r.first_step or unknown_settings(r.args):
         return None
     fixed, flags = of_kind(LEARNT), present_flags(r.args)
-    if unknown_settings(r.args):
-        return None
-    found = {name: flags[name] for name in fixed}
+    learnt = [flags[name] for name in fixed]
+    run = [r.batch.global_batch, r.batch.seq_len, r.model.hash, *learnt]
     for w in workloads().values():
-        size = (w.args.global_bsz, w.args.seq_len, model_hash(w.args.config, w.args.layers))
-        if size == (r.batch.global_batch, r.batch.seq_len, r.model.hash) and found == {
-            name: getattr(w.args, name) for name in fixed
-        }:
+        a, learnt = w.args, [getattr(w.args, name) for name in fixed]
+        if run == [a.global_bsz, a.seq_len, model_hash(a.config, a.layers), *learnt]:
             return w
     return None
 

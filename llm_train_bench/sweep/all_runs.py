@@ -1,13 +1,12 @@
 """A sweep's runs, one after the other, all settings before any repeat; their time. Needs no torch."""
 
+import datetime
 import itertools
 import statistics
 from collections.abc import Sequence
 
 from llm_train_bench.base.errors import DoesNotFit, UsageError
-from llm_train_bench.base.tables import grouped
 from llm_train_bench.formulas.speed_model import estimate_speed
-from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
 from llm_train_bench.sweep.experiment import Experiment
@@ -25,26 +24,26 @@ def run_all(
     runs = [(cell, repeat) for repeat, cell in itertools.product(range(e.repeats), cells)]
     runs = tune(cells, e, rows, platform) if tuned else runs
     # Each key is made once: a file that is edited meanwhile would give another key.
-    keyed = [(cell, repeat, cell_key(cell, repeat)) for cell, repeat in runs]
-    done = [(cell, rows.rows[key]) for cell, _, key in keyed if key in rows.rows]
-    todo = [(cell, repeat) for cell, repeat, key in keyed if key not in rows.rows]
+    keyed = {cell_key(cell, repeat): (cell, repeat) for cell, repeat in runs}
+    done = [rows.rows[key] for key in keyed if key in rows.rows]
+    todo = [run for key, run in keyed.items() if key not in rows.rows]
     if done:
         print(f"rows from before: {len(done)}", flush=True)
     for i, (cell, repeat) in enumerate(todo, 1):
         row = run_cell(cell, repeat, rows.path.parent, e.timeout_s)
         rows.add(row)
-        done.append((cell, row))
-        left = time_left([cell for cell, _ in todo[i:]], done)
+        done.append(row)
+        walls = [row["wall_s"] for row in done if "wall_s" in row]
+        left = hours(statistics.fmean(walls) * (len(todo) - i)) if walls else "unknown time"
         place = f"[{len(done)}/{len(keyed)}]"
-        print(f"{place} {outcome(row)}  {cell.label()}  ({left})", flush=True)
-    return [row for _, row in done]
+        print(f"{place} {outcome(row)}  {cell.label()}  ({left} left)", flush=True)
+    return done
 
 
 def estimated_seconds(cells: Sequence[Cell], e: Experiment, platform: Platform) -> float | None:
     """Seconds of a run of each setting, one after the other; None where a device is not known."""
     seconds = 0.0
     for cell in cells:
-        args = parse_args(cell.argv(), cell.script)
         try:
             work, device = work_on(cell, e, platform)
             step_s = estimate_speed(work, device).step_s
@@ -52,27 +51,10 @@ def estimated_seconds(cells: Sequence[Cell], e: Experiment, platform: Platform) 
             step_s = 0.0
         except UsageError:
             return None
-        seconds += min(START_S + step_s * (args.warmup_steps + args.n_steps), e.timeout_s)
+        seconds += min(START_S + step_s * (cell.args.warmup_steps + cell.args.n_steps), e.timeout_s)
     return seconds
 
 
-def time_left(cells: Sequence[Cell], done: Sequence[tuple[Cell, CellRow]]) -> str:
-    """How long a run of each of `cells` takes: the mean of the setting's runs so far, or of all."""
-    walls = [(cell, row["wall_s"]) for cell, row in done if "wall_s" in row]
-    if not walls:
-        return "time left unknown"
-    mean = statistics.fmean(wall_s for _, wall_s in walls)
-    means = {
-        cell: statistics.fmean(wall_s for _, wall_s in runs)
-        for cell, runs in grouped(walls, lambda pair: pair[0]).items()
-    }
-    return f"{duration_text(sum(means.get(cell, mean) for cell in cells))} left"
-
-
-def duration_text(seconds: float) -> str:
-    """Seconds as people say them: 40 s, 5 min 20 s, 3 h 5 min."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+def hours(seconds: float) -> str:
+    """Seconds as hours:minutes:seconds."""
+    return str(datetime.timedelta(seconds=round(seconds)))

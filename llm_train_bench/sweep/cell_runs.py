@@ -31,9 +31,8 @@ def cell_key(cell: Cell, repeat: int | str) -> str:
 
     Another CPU has other names: its speed is not this machine's.
     """
-    details = [f"{name}={value}" for name, value in sorted(cell.environment)]
-    details.append(f"torch {installed_version('torch')}")
-    if "cpu" in (dict(cell.flags).get("device"), detect_platform()):
+    details = [f"torch {installed_version('torch')}"]
+    if "cpu" in (cell.args.device, detect_platform()):
         details.append(cpu_name())
     text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *details])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
@@ -67,7 +66,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         shutil.rmtree(run, ignore_errors=True)  # left by a sweep that was killed in the middle
         log.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        ended, why = _run(command, cell, log, timeout_s)
+        ended, why = _run(command, log, timeout_s)
         row["wall_s"] = round(time.monotonic() - began, 3)
         result = _finished(run)
         if ended == "timeout" or result is None:
@@ -76,7 +75,6 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
                 row["result"] = str(run / "result.json")
             row |= {"status": ended, "error": why or printable(one_line(text.splitlines()[-1]))}
             return row | {"command": command}
-    if repeat != "probe":
         _name_for_tensorboard(cell, repeat, directory, run / "tensorboard")
     row |= {"status": result.status, "error": result.error, "result": str(run / "result.json")}
     return row | {
@@ -99,7 +97,7 @@ def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
     """What is known of a run's row before it runs."""
     return {
         "key": cell_key(cell, repeat), "repeat": repeat, "script": cell.script,
-        "model": cell.model, "flags": dict(cell.flags), "seq_len": cell.seq_len,
+        "model": cell.model, "flags": dict(cell.flags), "seq_len": cell.resolved["seq_len"],
         "axes": {name: dict(cell.flags).get(name) for name in cell.axes}}  # fmt: skip
 
 
@@ -110,27 +108,15 @@ def outcome(row: CellRow) -> str:
     return f"{row['status']}: {(row.get('error') or '')[:160]}"
 
 
-# A run that goes on is reported so often [s], by its own last line.
-LINE_S = 30.0
-
-
-def _run(command: list[str], cell: Cell, log: Path, timeout_s: float) -> tuple[str, str | None]:
+def _run(command: list[str], log: Path, timeout_s: float) -> tuple[str, str | None]:
     """How the process ended, unless its result says otherwise; and why, if it cannot say so."""
-    environment = os.environ | dict(cell.environment)
     with (
         log.open("wb") as output,
-        child(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+        child(command, stdout=output, stderr=subprocess.STDOUT) as process,
     ):
-        end = time.monotonic() + timeout_s
-        while process.poll() is None and (left := end - time.monotonic()) > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(min(LINE_S, left))
-                break
-            if left > LINE_S:
-                lines = log.read_bytes()[-4096:].decode(errors="replace").split("\n")
-                last = next((line for line in reversed(lines) if line.strip()), "starts")
-                print(f"  {cell.label()}: {printable(last[:160])}", flush=True)
-        if process.poll() is None:
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
             return "timeout", f"not done after {timeout_s:g} s"
     if process.returncode == -signal.SIGKILL:
         return "failed", "killed by SIGKILL, as the kernel does when memory is full"
@@ -172,15 +158,12 @@ class Rows:
         # Until this process ends.
         self.lock = hold_lock(path.with_name("sweep.lock"), "--output-dir")
         lines = plain_text(path, 1024, errors="replace").split("\n") if path.exists() else []
-        for number, line in enumerate(lines, 1):
+        for line in lines:  # one may be cut off: its setting runs again
             with contextlib.suppress(ValueError):
                 row = printable_data(parse_json(line))
                 json.dumps(row, allow_nan=False)
                 if _is_whole(row):
                     self.rows[row["key"]] = row
-                    continue
-            if number < len(lines):  # the last may be cut off: the sweep was killed
-                print(f"{path}:{number}: is damaged; its setting runs again")
         self._rewrite()
 
     def forget(self, *statuses: str) -> None:

@@ -3,18 +3,26 @@
 One file serves NVIDIA and AMD: `platforms` holds what differs. sweep/grid.py resolves it to cells.
 """
 
+import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
-from llm_train_bench.base.redaction import SECRET
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.settings.flags import SETTABLE, Script, field_of, flag_of
@@ -29,7 +37,7 @@ Flags = dict[str, Any]  # as they are checked already
 class Machine(BaseModel, extra="forbid"):
     """The hardware of one platform, for the arithmetic of batches and for cost."""
 
-    gpu: str | None = None
+    gpu: Annotated[str, AfterValidator(lambda gpu: find_hardware(gpu).name)] | None = None
     gpus: int = Field(default=1, ge=1)
     usd_per_hour: float | None = Field(default=None, gt=0)
     tdp_w: float | None = Field(default=None, gt=0)
@@ -63,7 +71,6 @@ class Experiment(BaseModel, extra="forbid"):
     cells: list[Row] = []
     platforms: dict[Platform, Row] = {}
     layouts: dict[str, dict[Platform, Row]] = {}
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     repeats: int = Field(1, ge=1, le=1000)
     timeout_s: float = Field(3600.0, gt=0)
 
@@ -72,18 +79,17 @@ class Experiment(BaseModel, extra="forbid"):
         names = {name for model in self.models for name in (model, Path(model).stem)}
         if unknown := sorted(self.layouts.keys() - names):
             raise ValueError(f"layouts: {unknown[0]} is not among models")
-        if secret := next(filter(SECRET.search, self.environment), None):
-            why = "a secret is not for files; set it in the shell, and all runs have it"
-            raise ValueError(f"environment: {secret}: {why}")
         return self
 
 
-def _checked(content: Mapping[str, Any], where: str, before: str) -> Experiment:
+def _checked(content: Mapping[str, Any], where: str) -> Experiment:
     """The experiment; UsageError for a bad key, or for more cells than anybody can run."""
     try:
         e = Experiment.model_validate(content)
     except ValidationError as error:
-        raise UsageError(f"{before}{first_problem(error)}") from None
+        raise UsageError(f"{where}: {first_problem(error)}") from None
+    except UsageError as error:
+        raise UsageError(f"{where}: hardware: gpu: {error}") from None
     n = math.prod([len(e.models), len(e.cells) or 1, *map(len, e.grid.values())])
     if n > MOST_CELLS:
         raise UsageError(f"{where}: {n:,} settings; at most {MOST_CELLS:,} are run in one sweep")
@@ -92,43 +98,24 @@ def _checked(content: Mapping[str, Any], where: str, before: str) -> Experiment:
 
 def read_experiment(path: str | Path) -> Experiment:
     """An experiment file, checked; UsageError with the file, the key and what is wrong."""
-    content = read_mapping(path)
-    if isinstance(content.get("experiment"), dict):
-        why = "is a file of another suite; docs/MIGRATING.md names the file to use instead"
-        raise UsageError(f"{path}: {why}")
-    if "parallel" in content:
-        raise UsageError(f"{path}: parallel: leave it out; dp_replicate is a flag of `training`")
-    return _checked(content, str(path), f"{path}: ")
-
-
-def read_mapping(path: str | Path) -> dict[str, Any]:
-    """The content of a YAML file with its variables substituted; UsageError if it is not a mapping."""
     try:
-        text = plain_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise UsageError(f"{path}: cannot be read: {reason}") from None
-    try:
-        content = parse_yaml(substitute(text, os.environ, path))
-    except ValueError as error:
+        content = parse_yaml(substitute(plain_text(path), path))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # or it is not UTF-8
         raise UsageError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")
-    return content
+    if isinstance(content.get("experiment"), dict):
+        why = "is a file of another suite; docs/MIGRATING.md names the file to use instead"
+        raise UsageError(f"{path}: {why}")
+    return _checked(content, str(path))
 
 
 def machines_of(experiments: Iterable[Experiment]) -> dict[str, Machine]:
     """The machines of experiments by the name of their hardware."""
-    machines = {}
-    for e in experiments:
-        for machine in e.hardware.values():
-            if machine.gpu is not None:
-                try:
-                    name = find_hardware(machine.gpu).name
-                except UsageError as error:
-                    raise UsageError(f"{e.experiment}: gpu {error}") from None
-                machines[name] = machine
-    return machines
+    machines = [machine for e in experiments for machine in e.hardware.values()]
+    return {machine.gpu: machine for machine in machines if machine.gpu}
 
 
 def swept(paths: Iterable[str]) -> dict[str, tuple[Experiment, list[str]]]:
@@ -138,55 +125,53 @@ def swept(paths: Iterable[str]) -> dict[str, tuple[Experiment, list[str]]]:
         try:
             content = parse_json(plain_text(Path(path) / "sweep.json"))
             unlike = [str(line) for line in content["differences"]]
+            content["experiment"].pop("environment", None)  # of older sweeps
             found[path] = Experiment.model_validate(content["experiment"]), unlike
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
 
 
-def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text") -> str:
+def substitute(text: str, path: str | Path) -> str:
     """`${VAR}` and `${VAR:-default}` from the environment, no comments; UsageError if unset."""
-    text = re.sub(r"(?m)^[ \t]*#.*$", "", text)
 
     def value(match: re.Match) -> str:
-        name = match[1]
-        text = environ.get(name) or match[3]
-        if text is None:
-            raise UsageError(
-                f"{path}: ${{{name}}} is not set, and has no default (${{{name}:-...}})"
-            )
-        return text
+        value = os.environ.get(match[1]) or match[3]
+        if value is None:
+            why = f"is not set, and has no default (${{{match[1]}:-...}})"
+            raise UsageError(f"{path}: ${{{match[1]}}} {why}")
+        return value
 
-    return re.sub(r"\$\{(\w+)(:-([^}]*))?\}", value, text)
+    without_comments = re.sub(r"(?m)^[ \t]*#.*$", "", text)
+    return re.sub(r"\$\{(\w+)(:-([^}]*))?\}", value, without_comments)
 
 
 def from_command_line(
     script: str, models: Sequence[str], settings: Sequence[str], repeats: int
 ) -> Experiment:
     """An experiment from `--set flag=value,value` options: several values make an axis."""
-    training: Flags = {}
-    grid: dict[str, list[Value]] = {}
+    axes: Axes = {}
     for setting in settings:
-        flag, equals, values = setting.partition("=")
+        flag, equals, text = setting.partition("=")
         flag = field_of(*in_our_words([flag_of(field_of(flag))]))
+        values = text.split(",")
         if not equals:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
         if flag in ("config", "output_dir", "run_name"):
             raise UsageError(f"--set {setting}: is set by the sweep; use --models or --output-dir")
         if flag not in SETTABLE:
             raise UsageError(f"--set {setting}: {no_such_flag(flag, SETTABLE)}")
-        try:
-            parsed = [parse_yaml(v) for v in values.split(",")]
-        except ValueError:
-            raise UsageError(f"--set {setting}: {values!r} is not a value") from None
-        if "" in values.split(","):
+        if "" in values:
             raise UsageError(f"--set {setting}: a value is empty; `null` leaves a flag out")
-        if flag in training or flag in grid:
+        if flag in axes:
             raise UsageError(f"--set {setting}: {flag} was set before")
-        if len(parsed) == 1:
-            training[flag] = parsed[0]
-        else:
-            grid[flag] = parsed
-    content = {"experiment": "command-line", "script": script, "models": list(models)}
-    content |= {"training": training, "grid": grid, "repeats": repeats}
-    return _checked(content, "--set", "--")
+        try:
+            axes[flag] = [parse_yaml(value) for value in values]
+        except ValueError:
+            raise UsageError(f"--set {setting}: {text!r} is not a value") from None
+    training = {flag: values[0] for flag, values in axes.items() if len(values) == 1}
+    grid = {flag: values for flag, values in axes.items() if len(values) > 1}
+    content = {"script": script, "models": list(models), "training": training, "grid": grid}
+    # Each such command has one directory, and finds it again.
+    name = f"command-line-{zlib.crc32(json.dumps(content).encode()):08x}"
+    return _checked(content | {"experiment": name, "repeats": repeats}, "--set")

@@ -1,6 +1,7 @@
 """An experiment resolved to cells, each a command line that a script takes. Needs no torch."""
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 from typing import Any, get_args
@@ -30,23 +31,29 @@ from llm_train_bench.sweep.experiment import Experiment, Flags
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One setting: the script, its model and its flags; `axes` is what tells it from other cells.
+    """One setting: the script, its model and its flags; `axes` is what tells it from other cells."""
 
-    `seq_len` is what the flags and the model give.
-    """
-
-    script: str
+    script: Script
     config: str
     flags: tuple[tuple[str, Any], ...]
     axes: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...] = ()
-    """Variables that its process has besides ours."""
-    seq_len: int | None = dataclasses.field(default=None, compare=False)
+    resolved: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    """All arguments as its plan has them, and its global batch where the number of ranks is known."""
 
     @property
     def model(self) -> str:
         """The model's name."""
         return model_name(self.config, dict(self.flags).get("layers"))
+
+    @functools.cached_property
+    def args(self) -> Args:
+        """Its command line, checked; UsageError."""
+        return parse_args(self.argv(), self.script)
+
+    @property
+    def world(self) -> int | None:
+        """Ranks of its run; None where that is left to the machine that runs it."""
+        return 1 if self.script is Script.ONE else self.args.nproc
 
     def argv(self) -> list[str]:
         """Model and flags as a command line."""
@@ -69,7 +76,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             f"{where}: {both[0]} is in the grid and in cells; each cell runs with the whole grid"
         )
     combinations = (dict(zip(axes, c, strict=True)) for c in itertools.product(*e.grid.values()))
-    gpu, cells = sweep_gpu(e, platform, where), []
+    gpu, cells = sweep_gpu(e, platform), []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         layout = e.layouts.get(model) or e.layouts.get(Path(model).stem) or {}
         flags = e.training | e.platforms.get(platform, {}) | layout.get(platform, {})
@@ -81,42 +88,41 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         flags = _with_machine(flags, e, platform, where)
         ordered = tuple(sorted(flags.items()))
         script = Script.PP if flags.get("pp") and e.script is Script.FSDP else e.script
-        cell = Cell(script, shipped_config(model), ordered, names, tuple(e.environment.items()))
+        cell = Cell(script, shipped_config(model), ordered, names)
         try:
-            args = parse_args(cell.argv(), script)
-            plan = plan_of(args, script, _world(cell), platform, gpu)
+            plan = plan_of(cell, cell.world, platform, gpu)
         except UsageError as error:  # a ConfigError names its file itself
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
-            cells.append(dataclasses.replace(cell, seq_len=plan.work.batch.seq_len))
+            batch = plan.work.batch
+            resolved = dataclasses.asdict(cell.args)
+            resolved |= {"amp": plan.work.amp, "seq_len": batch.seq_len}
+            if cell.world:
+                resolved["global_batch"] = batch.global_batch
+            cells.append(dataclasses.replace(cell, resolved=resolved))
     return cells
 
 
-def sweep_gpu(e: Experiment, platform: Platform, where: str) -> Hardware | None:
+def sweep_gpu(e: Experiment, platform: Platform) -> Hardware | None:
     """The GPU that the experiment names, or else this machine's; None where neither is known."""
     machine, here = e.hardware.get(platform), platform == detect_platform()
     if machine is None or machine.gpu is None:
         return device_called(gpu_name()) if here and platform != "cpu" else None
-    try:
-        return find_hardware(machine.gpu)
-    except UsageError as error:
-        raise UsageError(f"{where}: hardware: {platform}: gpu: {error}") from None
+    return find_hardware(machine.gpu)
 
 
 def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
     """The flags with what the experiment's hardware says."""
-    flags = dict(flags)
     machine = e.hardware.get(platform)
     if e.script is Script.ONE and machine and machine.gpus > 1:
         raise UsageError(
             f"{where}: hardware: {machine.gpus} GPUs, but train.py runs on one; use train_fsdp.py"
         )
     if e.script is not Script.ONE and machine:
-        if flags.get("nproc", machine.gpus) != machine.gpus:
-            raise UsageError(
-                f"{where}: nproc {flags['nproc']}, but hardware says {machine.gpus} GPUs; leave it out"
-            )
-        flags["nproc"] = machine.gpus
+        nproc = flags.setdefault("nproc", machine.gpus)
+        if nproc != machine.gpus:
+            why = f"nproc {nproc}, but hardware says {machine.gpus} GPUs; leave it out"
+            raise UsageError(f"{where}: {why}")
     if machine and machine.usd_per_hour:
         flags.setdefault("usd_per_hour", machine.usd_per_hour)
     return flags
@@ -125,10 +131,7 @@ def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -
 def differences(e: Experiment, where: str) -> list[str]:
     """Hyperparameters in which platforms differ, a line each; `identical_config` allows none."""
     resolved = {
-        platform: [
-            _resolved(cell, platform, sweep_gpu(e, platform, where))
-            for cell in make_cells(e, platform, where)
-        ]
+        platform: [cell.resolved for cell in make_cells(e, platform, where)]
         for platform in get_args(Platform)
         if platform in {*e.hardware, *e.platforms}
     }
@@ -144,40 +147,27 @@ def differences(e: Experiment, where: str) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _world(cell: Cell) -> int | None:
-    """Ranks of a run; None where that is left to the machine it runs on."""
-    return 1 if cell.script is Script.ONE else dict(cell.flags).get("nproc")
-
-
-def _resolved(cell: Cell, platform: Platform, gpu: Hardware | None) -> dict[str, Any]:
-    """All arguments of a cell, and its global batch where the number of ranks is known."""
-    args, world = parse_args(cell.argv(), cell.script), _world(cell)
-    work = plan_of(args, cell.script, world, platform, gpu).work
-    content = dataclasses.asdict(args) | {"amp": work.amp}
-    return content | ({"global_batch": work.batch.global_batch} if world else {})
-
-
 def plan_of(
-    args: Args,
-    script: str,
+    cell: Cell,
     world: int | None,
     platform: Platform,
-    gpu: Hardware | None = None,
+    gpu: Hardware | None,
     memory_gib: float | None = None,
 ) -> Plan:
     """The plan of a cell; where the number of ranks is not known, for as few as its layout needs.
 
     --amp auto hangs on the GPU, if it is known; --bsz auto and the loss's chunks on its memory.
     """
+    args = cell.args
     if args.device == "cpu":
         platform, gpu, memory_gib = "cpu", None, None
     if world is None:
-        stages = (args.pp or USUAL_STAGES) if script == Script.PP else 1
+        stages = (args.pp or USUAL_STAGES) if cell.script is Script.PP else 1
         world = args.tp * args.cp * args.ep * stages
         alone = {"global_bsz": None, "dp_replicate": 1, "fp8_all_gather": False}
         args = dataclasses.replace(args, **alone)
     has = {"memory_gib": memory_gib, "native_amp": gpu and gpu.native_amp}
-    return make_plan(args, Script(script), world, platform, **has)
+    return make_plan(args, cell.script, world, platform, **has)
 
 
 def work_on(cell: Cell, e: Experiment, platform: Platform) -> tuple[Work, Hardware]:
@@ -185,11 +175,10 @@ def work_on(cell: Cell, e: Experiment, platform: Platform) -> tuple[Work, Hardwa
 
     DoesNotFit for a bsz auto of which not even 1 fits; UsageError where the device is not known.
     """
-    args = parse_args(cell.argv(), cell.script)
-    platform = "cpu" if args.device == "cpu" else platform
-    processes = 2 if platform == "cpu" and cell.script != Script.ONE else 1
-    world = args.nproc or (e.hardware[platform].gpus if platform in e.hardware else processes)
-    gpu = find_cpu(cpu_name(), world) if platform == "cpu" else sweep_gpu(e, platform, e.experiment)
+    platform = "cpu" if cell.args.device == "cpu" else platform
+    processes = 2 if platform == "cpu" and cell.script is not Script.ONE else 1
+    world = cell.args.nproc or (e.hardware[platform].gpus if platform in e.hardware else processes)
+    gpu = find_cpu(cpu_name(), world) if platform == "cpu" else sweep_gpu(e, platform)
     if gpu is None:
         raise UsageError(f"an experiment file must say the GPU, as hardware: {platform}: gpu")
-    return plan_of(args, cell.script, world, platform, gpu, gpu.memory_gib).work, gpu
+    return plan_of(cell, world, platform, gpu, gpu.memory_gib).work, gpu

@@ -11,14 +11,13 @@ from llm_train_bench.base.errors import DoesNotFit, UsageError
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import estimate_speed
-from llm_train_bench.settings.flags import Args, defaults
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep.cell_runs import Rows, cell_key, outcome, run_cell
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import Cell, work_on
 
-# Part of the settings that is run at all; measured steps of the first short runs, and before them.
-FIELD, FIRST_STEPS, SHORT_WARMUP = 5, 3, 2
+# Part of the settings that is run at all; measured steps of the first short runs.
+FIELD, FIRST_STEPS = 5, 3
 REPEATS = 5
 
 
@@ -48,8 +47,6 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
             work, gpu = work_on(cell, e, platform)
         except DoesNotFit:  # bsz auto, and not even 1 fits
             continue
-        except UsageError as error:
-            raise UsageError(f"--tune: {error}") from None
         needed = estimate_memory(work).on_device(work.world)
         if gpu.platform != "cpu" and needed > gpu.memory_gib * 2**30:
             continue
@@ -67,21 +64,18 @@ def halved(field: list[Cell], e: Experiment, rows: Rows) -> list[Cell]:
     while len(field) > 2:
         rates = [(_short(cell, steps, e, rows), cell) for cell in field]
         rates.sort(key=lambda pair: -pair[0])  # equal ones stay in their order
-        ranked = [cell for rate, cell in rates if rate]
-        if not ranked:
-            return field[:1]  # its own row says why nothing runs
+        # If none runs, one of them does in full: its row says why.
+        ranked = [cell for rate, cell in rates if rate] or field[:1]
         field, steps = ranked[: max(2, len(field) // 2)], 2 * steps
     return field
 
 
 def _short(cell: Cell, steps: int, e: Experiment, rows: Rows) -> float:
     """Tokens/s of a short run, which runs now unless it did; 0 where it failed."""
-    flags = dict(cell.flags)
-    steps = min(steps, flags.get("n_steps", defaults(Args)["n_steps"]))
-    warmup = min(SHORT_WARMUP, flags.get("warmup_steps", SHORT_WARMUP))
-    if flags.get("pt_compile"):  # its first steps compile
-        warmup = 3
-    flags |= {"n_steps": steps, "warmup_steps": warmup, "no_tensorboard": True}
+    steps = min(steps, cell.args.n_steps)
+    warmup = 3 if cell.args.pt_compile else 2  # its first steps compile
+    short_run = {"n_steps": steps, "warmup_steps": warmup, "no_tensorboard": True}
+    flags = dict(cell.flags) | short_run
     short = dataclasses.replace(cell, flags=tuple(sorted(flags.items())))
     key = cell_key(short, "probe")
     if key not in rows.rows:
