@@ -48,7 +48,7 @@ def _kept(p: Tensor, n: int, T: int):
         at += size
 
 
-@operator("cpu", note=("attention", "blocks"))
+@operator("cpu", path={"attention": "blocks"})
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

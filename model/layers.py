@@ -36,14 +36,6 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.autocast(device.type, enabled=False)
 
 
-class Embedding(nn.Embedding):
-    """Without random values on meta: PyTorch would import its compiler to make none."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-
 class RMSNorm(nn.RMSNorm):
     """Root mean square norm without bias (Zhang & Sennrich 2019).
 

@@ -17,7 +17,7 @@ from torch._guards import detect_fake_mode
 
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS, chunk_rows
 from llm_train_bench.model.layers import autocast_dtype, no_autocast
-from llm_train_bench.model.operators import note_path
+from llm_train_bench.model.operators import taken_paths
 
 # A label that is left out.
 MASKED = -100
@@ -213,7 +213,7 @@ def _add_product(
         return product if total is None else total.add_(product)
     fake = detect_fake_mode() is not None  # a step that is traced, not run
     wide = dtype == torch.float32 and not fake and adds_wide(a.device, a.dtype)
-    note_path("sum of the head's gradient", "in the matmul" if wide else "apart")
+    taken_paths["sum of the head's gradient"] = "in the matmul" if wide else "apart"
     if wide:
         if total is None:
             return torch.mm(a, b, out_dtype=dtype)

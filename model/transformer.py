@@ -4,6 +4,7 @@ GPT-2 and Llama differ in the kind of norm and MLP, in where positions enter and
 config says which, and one block serves both.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,6 @@ from llm_train_bench.model.experts import MixtureOfExperts
 from llm_train_bench.model.layers import (
     MLP,
     Attention,
-    Embedding,
     LatentAttention,
     LayerNorm,
     Mask,
@@ -117,7 +117,7 @@ class Transformer(HasWeights):
     tied head's weight at both ends.
     """
 
-    embed: Embedding
+    embed: nn.Embedding
     norm: RMSNorm | LayerNorm
 
     def __init__(
@@ -143,8 +143,11 @@ class Transformer(HasWeights):
         learned = self.first and config.learned_positions
         pad = -1 if config.pad_token_id is None else config.pad_token_id
         pad = self.rows.index(pad) if pad in self.rows else None
-        self.register_module("embed", Embedding(len(self.rows), d, pad) if embeds else None)
-        self.positions = Embedding(config.max_position_embeddings, d) if learned else None
+        # From empty tables: on meta nn.Embedding would import the compiler, to draw no numbers.
+        table = functools.partial(nn.Embedding.from_pretrained, freeze=False)
+        embed = table(torch.empty(len(self.rows), d), padding_idx=pad) if embeds else None
+        self.register_module("embed", embed)
+        self.positions = table(torch.empty(config.max_position_embeddings, d)) if learned else None
         # By the number of the layer, which is part of its parameters' names.
         specs = {str(i): config.layers[i] for i in layers}
         blocks = {
