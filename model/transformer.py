@@ -160,8 +160,8 @@ class Transformer(HasWeights):
         heads = self.last and not tied
         self.lm_head = nn.Linear(d, len(self.rows), bias=False) if heads else None
         own_words = max(0, min(config.vocab_size - begin, len(self.rows)))
-        largest, reduce = part_of(V, layout.tp, 0)[1], (layout.sum_over_tp, layout.max_over_ranks)
-        shard = VocabShard(begin, layout.tp, largest, *reduce) if layout.tp > 1 else None
+        largest = part_of(V, layout.tp, 0)[1]
+        shard = VocabShard(begin, largest, layout) if layout.tp > 1 else None
         matmul = product if options.onednn else matmul_transposed
         self.loss = LinearCrossEntropy(own_words, options.chunk_elements, matmul, shard)
         self.table = dict(config.weights)

@@ -202,7 +202,7 @@ class _Table:
         self.add(module, *shape, **row)
         if bias:
             divided = {} if row.get("split") == COLUMNS else row
-            self.add(module, *shape[:-1], **divided | dict(kind="bias", init=ZEROS))
+            self.add(module, *shape[:-1], kind="bias", **divided | dict(init=ZEROS))
 
     def add_norm(self, module: str, size: int, **row: Any) -> None:
         """Add a norm, with a bias if the family's norms have one."""
