@@ -109,14 +109,12 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     if (directory / "config.json").exists():
         other = load_config(directory, config.vocab_multiple, config.first_layers)
         ours, theirs = config.shape(), other.shape()
-        shapes = (key for key in ours | theirs if key not in TRAINING_KEYS)
-        differ = [key for key in shapes if ours.get(key) != theirs.get(key)]
-        if differ:
-            key = differ[0]
-            raise ConfigError(
-                f"{directory}/config.json: {key} is {theirs.get(key)}, but {config.path} "
-                f"says {ours.get(key)}; give the config that belongs to the weights"
-            )
+        for key in ours | theirs:
+            if key not in TRAINING_KEYS and ours.get(key) != theirs.get(key):
+                raise ConfigError(
+                    f"{directory}/config.json: {key} is {theirs.get(key)}, but {config.path} "
+                    f"says {ours.get(key)}; give the config that belongs to the weights"
+                )
     index = _index(directory)
     readers, used = {}, {}
     for weight, parameter in model.weights():

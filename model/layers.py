@@ -72,8 +72,7 @@ class Rope(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Rope":
         """The tables after a function of each."""
-        scale = None if self.scale is None else function(self.scale)
-        return Rope(function(self.cos), function(self.sin), scale)
+        return Rope(*(None if table is None else function(table) for table in self))
 
     def scaled(self, q: Tensor) -> Tensor:
         """Queries (B, T, H, D), larger at late positions where the model has that."""
@@ -422,10 +421,10 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.gated:
-            return self.layout.row_parallel(
-                self.down, self.activation(self.layout.column_parallel(self.up, x))
-            )
-        both = self.layout.column_parallel(self.gate_up, x).unflatten(-1, (self.groups, 2, -1))
-        gate, up = both.unbind(-2)
-        return self.layout.row_parallel(self.down, (self.activation(gate) * up).flatten(-2))
+        if self.gated:
+            both = self.layout.column_parallel(self.gate_up, x).unflatten(-1, (self.groups, 2, -1))
+            gate, up = both.unbind(-2)
+            y = (self.activation(gate) * up).flatten(-2)
+        else:
+            y = self.activation(self.layout.column_parallel(self.up, x))
+        return self.layout.row_parallel(self.down, y)

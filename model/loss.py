@@ -177,9 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor times a scale, in one pass: in place where the format stays."""
-    if x.dtype == dtype:
-        return x.mul_(scale)
-    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
+    return torch.mul(x, scale, out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
 
 
 def matmul_transposed(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

@@ -268,12 +268,8 @@ class Transformer(HasWeights):
         if not layer.attends:
             return None if starts is None else Seen(starts=starts.to(device, non_blocking=True))
         window = layer.window if layer.window is None or layer.window < T else None
-        if (
-            window is None
-            and starts is None
-            and held.host_queries is None
-            and not self.config.sinks
-        ):
+        sees_all_before = window is None and starts is None and held.host_queries is None
+        if sees_all_before and not self.config.sinks:
             return InBlocks() if self.kernel.causal == "blocks" else None
         if self.kernel.masked == "pieces":
             return Seen(window, starts, held.host_queries, held.key_order)

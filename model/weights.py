@@ -9,6 +9,7 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llm_train_bench.model.hf_names import HfTensor, hf_tensors
+from llm_train_bench.model.shapes import present
 
 if TYPE_CHECKING:
     from llm_train_bench.model.config import ModelConfig
@@ -234,8 +235,7 @@ def _attention(table: _Table) -> None:
 
 def _latent(table: _Table) -> None:
     config, d = table.config, table.config.hidden_size
-    m, heads = config.latent, config.num_attention_heads
-    assert m is not None
+    m, heads = present(config.latent), config.num_attention_heads
     if m.q_rank is None:
         table.add_linear("attn.q", config.query_size, d, split=ROWS)
     else:
@@ -249,8 +249,7 @@ def _latent(table: _Table) -> None:
 
 
 def _recurrent(table: _Table) -> None:
-    config, r = table.config, table.config.recurrent
-    assert r is not None
+    config, r = table.config, present(table.config.recurrent)
     value = r.heads * r.head_dim
     project: dict[str, Any] = dict(split=ROWS, segments=r.segments, groups=r.groups)
     table.add_linear("attn.project", sum(r.segments), config.hidden_size, bias=r.bias, **project)
@@ -277,8 +276,7 @@ def _mlp(table: _Table, module: str = "mlp", size: int | None = None) -> None:
 
 
 def _experts(table: _Table) -> None:
-    config, e = table.config, table.config.experts
-    assert e is not None
+    config, e = table.config, present(table.config.experts)
     d = e.latent or config.hidden_size
     table.add_linear("mlp.router", e.number, config.hidden_size, bias=e.biases)
     if e.correction:
