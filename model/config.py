@@ -230,7 +230,7 @@ def load_config(
     path = Path(source)
     try:
         path = path / "config.json" if path.is_dir() else path
-        raw = parse_json(plain_text(path, encoding="utf-8-sig"))
+        raw = parse_json(plain_text(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; {suggest_config(path)}") from None
     except OSError as error:

@@ -153,13 +153,10 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
 
 def _further(config: ModelConfig, name: str, index: Container[str]) -> bool:
     """Whether a tensor is of a layer that --layers leaves out, or of multi-token prediction."""
-    later = re.match(r"(\w+\.)?(layers|h)\.(\d+)\.", name) if config.first_layers else None
-    if later and int(later[3]) >= config.num_hidden_layers:
-        return True
-    layer = name.removeprefix("model.layers.").partition(".")[0]
-    after = layer.isdecimal() and int(layer) >= config.num_hidden_layers
-    after &= f"model.layers.{layer}.eh_proj.weight" in index
-    return after or name.startswith("mtp.")
+    layer = re.match(r"(?!mtp\.)(\w+\.)?(layers|h)\.(\d+)\.", name)
+    if layer and int(layer[3]) >= config.num_hidden_layers:
+        return config.first_layers is not None or f"{layer[0]}eh_proj.weight" in index
+    return name.startswith("mtp.")
 
 
 def _read(parts: list[_Stored], weight: Weight) -> Tensor:

@@ -72,7 +72,8 @@ class Rope(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Rope":
         """The tables after a function of each."""
-        return Rope(*(None if table is None else function(table) for table in self))
+        scale = None if self.scale is None else function(self.scale)
+        return Rope(function(self.cos), function(self.sin), scale)
 
     def scaled(self, q: Tensor) -> Tensor:
         """Queries (B, T, H, D), larger at late positions where the model has that."""
@@ -136,8 +137,9 @@ def scale_rope(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     return blend * frequency + (1 - blend) * frequency / scaling.factor
 
 
-# What hides keys besides the causal rule: to be computed in pieces, by FlexAttention, or nothing.
-Mask = Seen | InBlocks | BlockMask | None
+# What hides keys besides the causal rule: in blocks, by FlexAttention, or nothing; or in pieces.
+WholeMask = InBlocks | BlockMask | None
+Mask = Seen | WholeMask
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -226,12 +228,7 @@ def _compiled_flex_attention():
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask | InBlocks | None,
-    dropout: float,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: WholeMask, dropout: float, scale: float | None
 ) -> Tensor:
     """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 

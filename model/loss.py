@@ -55,11 +55,7 @@ def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def logits_loss(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    masks: bool = False,
-    shard: VocabShard | None = None,
+    logits: Tensor, labels: Tensor, vocab_size: int, masks: bool, shard: VocabShard | None = None
 ) -> tuple[Tensor, Tensor]:
     """Losses (n,) in fp32, and softmax minus one-hot in the shape and dtype of the logits.
 

@@ -149,10 +149,7 @@ class Transformer(HasWeights):
         self.register_module("embed", embed)
         self.positions = table(torch.empty(config.max_position_embeddings, d)) if learned else None
         # By the number of the layer, which is part of its parameters' names.
-        specs = {str(i): config.layers[i] for i in layers}
-        blocks = {
-            name: Block(config, spec, options.balanced, layout) for name, spec in specs.items()
-        }
+        blocks = {str(i): Block(config, config.layers[i], options.balanced, layout) for i in layers}
         self.blocks = nn.ModuleDict(blocks)
         self.register_module("norm", norm_of(config) if self.last else None)
         # A tied head has no parameter: a second name for one tensor would become a second tensor

@@ -253,8 +253,9 @@ def _recurrent(table: _Table) -> None:
     value = r.heads * r.head_dim
     project: dict[str, Any] = dict(split=ROWS, segments=r.segments, groups=r.groups)
     table.add_linear("attn.project", sum(r.segments), config.hidden_size, bias=r.bias, **project)
-    conv: dict[str, Any] = project | dict(segments=r.channels, init=Normal(r.kernel**-0.5))
-    table.add_linear("attn.conv", sum(r.channels), r.kernel, bias=r.conv_bias, **conv)
+    channels = r.segments[:3]
+    conv: dict[str, Any] = project | dict(segments=channels, init=Normal(r.kernel**-0.5))
+    table.add_linear("attn.conv", sum(channels), r.kernel, bias=r.conv_bias, **conv)
     table.add("attn", r.heads, kind="decay", init=DECAYS, split=ROWS)
     table.add("attn", r.heads, kind="step_bias", init=STEPS, split=ROWS)
     if not r.delta:

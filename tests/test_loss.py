@@ -42,7 +42,7 @@ def test_gradients_of_logits_have_aligned_rows(compiled):
     wide = head.aligned_weight(weight, torch.bfloat16)
     assert wide.shape == (216, D) and torch.equal(wide[:V], weight.bfloat16())
     assert not wide[V:].any()  # they meet gradients of 0, and NaN would stay
-    losses, grad = fn(hidden @ head.aligned_weight(weight, torch.float32).t(), labels, V)
+    losses, grad = fn(hidden @ head.aligned_weight(weight, torch.float32).t(), labels, V, False)
     plain = F.cross_entropy(hidden @ weight.t(), labels, reduction="none")
     torch.testing.assert_close(losses, plain)
     assert grad.shape == (N, 212) and not grad[:, V:].any()
