@@ -104,11 +104,11 @@ def scan(
     if starts is not None:
         begins = F.pad(starts, (0, pad), value=T).unflatten(1, (n, C))
         first = torch.arange(n, device=q.device)[:, None] * C
-        same = begins[..., :, None] == begins[..., None, :]
-        # Reads see the state before the chunk if their document does, writes reach that of its end.
-        seen = same, begins < first, begins == begins[..., -1:]
-        same, before, after = (x.unsqueeze(1).float() for x in seen)
-        pairs, reads, writes = pairs * same, reads * before, writes * after
+        # Pairs are of one document; it reads the state if it began before the chunk, and writes it if it
+        # is the last one there.
+        pairs = pairs * (begins[..., :, None] == begins[..., None, :]).unsqueeze(1)
+        reads = reads * (begins < first).unsqueeze(1)
+        writes = writes * (begins == begins[..., -1:]).unsqueeze(1)
     scores = (q @ k.mT).repeat_interleave(H // G, 1) * pairs  # one product for the heads of a group
     k_all = k.repeat_interleave(H // G, 1)
     w = None
