@@ -46,7 +46,7 @@ def _kept(p: Tensor, n: int, T: int):
         at += size
 
 
-@operator("cpu", path={"attention": "blocks"})
+@operator("cpu", note=("attention", "blocks"))
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -86,12 +86,13 @@ class Stacked(nn.Module):
         self.bias = nn.Parameter(torch.empty(number, outside)) if bias else None
 
     def product(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """Rows (R, in) times the weights (E, in, out) of the experts whose rows end there.
-
-        apply/fp8 sets another function in its place.
-        """
+        """Rows (R, in) times the weights (E, in, out) of the experts whose rows end there."""
         function = F.grouped_mm if rows.dtype == torch.bfloat16 else self.grouped_mm
         return function(rows, weight, offs=ends)
+
+    def use_product(self, product: Any) -> None:
+        """Multiply by another function than `product`."""
+        self.product = product
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows (R, in) sorted by expert, `counts` (E,) of each, to (R, out); one grouped matmul.
@@ -167,15 +168,25 @@ class RoutingReplay:
             self._choices.append((index, plan))
 
 
+class ExpertLoad:
+    """Rows that each expert of a layer has had in training; fp32, on the device."""
+
+    total: Tensor | None = None
+    _at_step: Tensor | float = 0.0
+
+    def add(self, counts: Tensor) -> None:
+        """Count the rows (E,) of a forward pass."""
+        self.total = counts.float() if self.total is None else self.total + counts
+
+    def of_step(self) -> Tensor | None:
+        """The rows since the last call; None before the first pass."""
+        rows = None if self.total is None else self.total - self._at_step
+        self._at_step = 0.0 if self.total is None else self.total
+        return rows
+
+
 class MixtureOfExperts(nn.Module):
     """Router, experts and the shared expert in the place of a block's MLP; no token is dropped."""
-
-    load: Tensor | None = None
-    """Rows (E,) that each expert has had in training; fp32, on the device."""
-    corrected_load: Tensor | float = 0.0
-    """Those that the router's correction has followed."""
-    loss_factor: Tensor | float = 1.0
-    """What the backward of the model's own loss is multiplied by."""
 
     def __init__(self, config: ModelConfig, balanced: bool = False, layout: Layout = ALONE):
         super().__init__()
@@ -187,8 +198,9 @@ class MixtureOfExperts(nn.Module):
         self.latent_up = nn.Linear(e.latent, d, bias=config.mlp_bias) if e.latent else None
         self.shared = MLP(config, layout, e.shared_size) if e.shared_size else None
         self.shared_gate = nn.Linear(d, 1, bias=False) if e.shared_gate else None
-        self.replay = RoutingReplay()
+        self.replay, self.load = RoutingReplay(), ExpertLoad()
         self._balanced_plans: dict[Any, Any] = {}  # balanced routing is always the same
+        self._loss_factor: Tensor | float = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) to (B, T, d)."""
@@ -206,7 +218,7 @@ class MixtureOfExperts(nn.Module):
         y = self.combine(coming, plan)
         y = y if self.latent_up is None else self.latent_up(y)
         if self.options.aux_loss and torch.is_grad_enabled():
-            y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, counts))
+            y = _WithLoss.apply(y, self._loss_factor * self.balance_loss(scores, counts))
         y = y.view_as(x)
         if shared is None:
             return y
@@ -230,13 +242,17 @@ class MixtureOfExperts(nn.Module):
             if key is not None:
                 self._balanced_plans[key] = plan
             if self.training:  # validation moves no correction
-                self.load = counts.float() if self.load is None else self.load + counts
+                self.load.add(counts)
         self.replay.add(index, plan)
         return self.layout.dispatch(tokens, index, weights, plan), plan
 
     def combine(self, sent: Any, plan: Any) -> Tensor:
         """What `dispatch` sent to the weighted sums (N, d) of their experts' outputs."""
         return self.layout.run_experts(self.experts, sent, plan)
+
+    def scale_balance_loss(self, factor: Tensor | float) -> None:
+        """Set what the backward of the model's own loss is multiplied by."""
+        self._loss_factor = factor
 
     def leave_out_of_compilation(self, disable: Callable[[Any], Any], experts: bool) -> None:
         """Let the compiler not see how rows are put in order; with `experts` nor their outputs."""
@@ -279,8 +295,8 @@ def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
 
 def rows_so_far(model: nn.Module) -> list[Tensor | float]:
     """A copy of the rows (E,) that this rank's tokens have sent to each mixture's experts in training."""
-    loads = (module.load for module in mixtures(model))
-    return [0.0 if load is None else load.clone() for load in loads]
+    totals = (module.load.total for module in mixtures(model))
+    return [0.0 if total is None else total.clone() for total in totals]
 
 
 def imbalance_since(
@@ -292,8 +308,8 @@ def imbalance_since(
     """
     found = []
     for module, old in zip(mixtures(model), before, strict=True):
-        if module.load is not None:
-            rows = module.layout.sum_over_data(module.load - old)
+        if module.load.total is not None:
+            rows = module.layout.sum_over_data(module.load.total - old)
             of_ranks = rows.view(module.layout.ep, -1).sum(dim=1)
             found.append([(r.max() / r.mean()).item() for r in (rows, of_ranks)])
     return (max(x for x, _ in found), max(x for _, x in found)) if found else None
@@ -308,7 +324,6 @@ def update_corrections(model: nn.Module) -> None:
     """
     for module in mixtures(model):
         correction, rate = module.router.correction, module.options.correction_rate
-        if rate and correction is not None and module.load is not None:
-            rows = module.layout.sum_over_data(module.load - module.corrected_load)
-            module.corrected_load = module.load
+        if rate and correction is not None and (own := module.load.of_step()) is not None:
+            rows = module.layout.sum_over_data(own)
             correction.add_((rate * (rows.mean() - rows).sign()).to(correction))

@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS, chunk_rows
 from llm_train_bench.model.layers import autocast_dtype, no_autocast
 from llm_train_bench.model.layout import ALONE, Layout
-from llm_train_bench.model.operators import taken_paths
+from llm_train_bench.model.operators import note_path
 
 # A label that is left out.
 MASKED = -100
@@ -97,10 +97,10 @@ def in_few_passes(
 ) -> tuple[Tensor, Tensor]:
     """Losses (n,) of (n, V) logits for (n, 1) labels, and softmax minus one-hot in the logits' memory.
 
-    Both are 0 where `masked` (n, 1), if there is one. If ranks share the columns, this
-    one has the labels `here` (n, 1). At most one fp32 copy of the logits is used (logsumexp and softmax
-    use two). With `converts` the kernels convert as they read and write, as a GPU's do; on a CPU a
-    separate conversion is cheaper.
+    Both are 0 where `masked` (n, 1), if there is one. If ranks share the columns, this one has the labels
+    `here` (n, 1). At most one fp32 copy of the logits is used (logsumexp and softmax use two). With
+    `converts` the kernels convert as they read and write, as a GPU's do; on a CPU a separate conversion
+    is cheaper.
     """
     wide = logits if converts else logits.float()
     top = layout.max_over_ranks(wide.amax(dim=-1, keepdim=True).float())
@@ -151,10 +151,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 )
         if grad_weight is not None:
             grad_weight = grad_weight[: len(weight)]
-        ctx.grads, ctx.n = (
-            (grad_hidden, grad_weight),
-            n / (head.shard.layout.tp if head.shard else 1),
-        )
+        ctx.grads = grad_hidden, grad_weight
+        ctx.n = n / head.shard.layout.tp if head.shard else n
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.cat(losses).mean()
 
@@ -196,7 +194,7 @@ def _add_product(
         return product if total is None else total.add_(product)
     fake = detect_fake_mode() is not None  # a step that is traced, not run
     wide = dtype == torch.float32 and not fake and adds_wide(a.device, a.dtype)
-    taken_paths["sum of the head's gradient"] = "in the matmul" if wide else "apart"
+    note_path("sum of the head's gradient", "in the matmul" if wide else "apart")
     if wide:
         if total is None:
             return torch.mm(a, b, out_dtype=dtype)
@@ -238,6 +236,10 @@ class LinearCrossEntropy(nn.Module):
         self.matmul, self.shard = matmul, shard
         partial = functools.partial(logits_loss, shard=shard)
         self.chunk_loss: ChunkLoss = logits_loss if shard is None else partial
+
+    def compile_chunks(self, compiler: Callable[[ChunkLoss], ChunkLoss]) -> None:
+        """Compile what is computed of a chunk's logits."""
+        self.chunk_loss = compiler(self.chunk_loss)
 
     def forward(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, masks: bool = False

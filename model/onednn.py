@@ -19,7 +19,7 @@ def available() -> bool:
 
 
 @operator(
-    "cpu", fake=lambda x, w, b: x.new_empty(*x.shape[:-1], len(w)), path={"linear layers": "onednn"}
+    "cpu", fake=lambda x, w, b: x.new_empty(*x.shape[:-1], len(w)), note=("linear layers", "onednn")
 )
 def onednn_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """(..., K) times (N, K), a view of any strides, transposed; plus a bias (N,)."""

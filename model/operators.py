@@ -5,24 +5,39 @@ from typing import Any
 
 import torch
 
-# By what is computed, how, in this process since its run began: which of several equal ways. Noted by the
-# code that runs, not by the one that decides.
-taken_paths: dict[str, str] = {}
+# By what is computed, how, in this process. Noted by the code that runs, not by the one that decides.
+_paths: dict[str, str] = {}
+
+
+def note_path(what: str, how: str) -> None:
+    """Note which of several equal ways the code that runs takes."""
+    _paths[what] = how
+
+
+def noted_paths() -> dict[str, str]:
+    """What was noted in this process since `forget_paths`."""
+    return dict(_paths)
+
+
+def forget_paths() -> None:
+    """A run begins."""
+    _paths.clear()
 
 
 def operator(
-    *devices: str, fake: Callable[..., Any] | None = None, path: dict[str, str] | None = None
+    *devices: str, fake: Callable[..., Any] | None = None, note: tuple[str, str] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function an operator of its name and signature, for these types of devices.
 
     `fake` makes empty outputs for the compiler; by default the function itself does. Each call notes
-    `path` (`taken_paths`). The compiler keeps the strides of inputs. Autograd knows no such operator, and
+    `note` (note_path). The compiler keeps the strides of inputs. Autograd knows no such operator, and
     would silently give no gradient: call it inside a torch.autograd.Function.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(*args):
-            taken_paths.update(path or {})
+            if note is not None:
+                note_path(*note)
             return function(*args)
 
         name = f"llm_train_bench::{function.__name__}"

@@ -207,7 +207,7 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     return y, q.new_empty(B, H, t, dtype=torch.float32)
 
 
-@operator("cpu", "cuda", fake=_outputs, path={"attention": "pieces"})
+@operator("cpu", "cuda", fake=_outputs, note=("attention", "pieces"))
 def piece_attention(
     q: Tensor,
     k: Tensor,

@@ -77,7 +77,7 @@ def test_balanced_routing_gives_every_expert_as_many_rows():
         model = built(shape, balanced=balanced)
         ids = torch.randint(97, (4, 16))
         model(ids, ids).backward()
-        rows = torch.stack([block.mlp.load for block in model.blocks.values()])
+        rows = torch.stack([block.mlp.load.total for block in model.blocks.values()])
         assert rows.sum() == 3 * 64 * 3
         assert ((rows.max(1).values / rows.mean(1) == 1).all()) == balanced
         assert all(block.mlp.router.weight.grad.abs().sum() > 0 for block in model.blocks.values())
@@ -106,8 +106,8 @@ def test_balanced_routing_is_the_same_on_every_layout():
 
 def test_a_correction_follows_the_loads_of_its_step_alone():
     mlp = MixtureOfExperts(config("deepseek_v3", router_bias_update_rate=0.01))
-    for rows, first in ((1.0, -0.01), (2.0, 0.0)):  # the first expert has had the most in both
-        mlp.load = torch.tensor([9.0] + 7 * [rows])
+    for rows, first in ((9.0, -0.01), (0.0, 0.0)):  # the first expert has had the most in both
+        mlp.load.add(torch.tensor([rows] + 7 * [1.0]))
         update_corrections(mlp)
         assert torch.equal(mlp.router.correction, torch.tensor([first] + 7 * [-first]))
 
@@ -154,7 +154,7 @@ def test_validation_moves_no_correction():
         rows = imbalance_since(before, model)
         ends.append((rows, torch.stack([r.correction.data for r in routers])))
         mixtures = [b.mlp for b in model.blocks.values() if hasattr(b.mlp, "load")]
-        late = [m.load - b for m, b in zip(mixtures, before, strict=True)]
+        late = [m.load.total - b for m, b in zip(mixtures, before, strict=True)]
         assert rows == (max((x.max() / x.mean()).item() for x in late), 1.0)
     assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
     assert ends[0][1].abs().sum() > 0

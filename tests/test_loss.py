@@ -120,7 +120,7 @@ def test_no_two_chunks_gradients_are_there_at_once():
         before.append(weakref.ref(grad))
         return value, grad
 
-    loss.chunk_loss = watched
+    loss.compile_chunks(lambda function: watched)
     loss(*tensors()).backward()
     assert len(there) == 5 and not any(map(any, there))
 

@@ -103,7 +103,7 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
     graphless = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
     mode = graphless.get(mode, mode)
     compiler = functools.partial(torch.compile, mode=mode, fullgraph=True, dynamic=False)
-    model.loss.chunk_loss = compile_errors_named("loss")(compiler(model.loss.chunk_loss))
+    model.loss.compile_chunks(lambda chunk: compile_errors_named("loss")(compiler(chunk)))
 
 
 def compile_counts() -> CompileCounts:

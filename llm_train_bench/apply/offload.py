@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from llm_train_bench.model.operators import taken_paths
+from llm_train_bench.model.operators import note_path
 from llm_train_bench.model.transformer import Transformer
 
 
@@ -75,7 +75,7 @@ class _Pass:
         """The number and the shape of a saved tensor, which is copied out; itself if it stays anyway."""
         if not self.offload.leaves(x):
             return x
-        taken_paths["activations"] = "offloaded"
+        note_path("activations", "offloaded")
         flat = x.view(-1) if x.is_contiguous() else x
         key = x.data_ptr(), flat.size(), flat.stride(), x._version
         if key not in self.known:  # several operators save one, perhaps in other shapes

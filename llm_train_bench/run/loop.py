@@ -203,7 +203,7 @@ def build_passes(
         if balances:
             scale = 1.0 if scaler is None else scaler.scale
             for mixture in mixtures(model):
-                mixture.loss_factor = scale / n_micro / loss_divisor
+                mixture.scale_balance_loss(scale / n_micro / loss_divisor)
         for micro in range(n_micro):
             run.begin_micro_step(step)
             with log.part("data"):
@@ -235,7 +235,7 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
     scheduled = model.build_schedule(run.device, log)
     if work.config.experts and work.config.experts.aux_loss:
         for mixture in mixtures(model):
-            mixture.loss_factor = 1.0 / n_micro / work.parallelism.ranks
+            mixture.scale_balance_loss(1.0 / n_micro / work.parallelism.ranks)
 
     def passes(step: int) -> Tensor:
         run.begin_micro_step(step)

@@ -18,7 +18,7 @@ from torch import nn
 from llm_train_bench.apply.compile import compile_counts
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import build_profiler
-from llm_train_bench.model.operators import taken_paths
+from llm_train_bench.model.operators import noted_paths
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.results.figures import converted_matrices, matmul_work
 from llm_train_bench.results.schema import Profile
@@ -153,7 +153,7 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     """What ran in a trace of a run, and how that differs from what was asked for."""
     work, result = run.plan.work, run.result
     o = observe(trace, work.trains, work.world)
-    o.paths = dict(taken_paths)
+    o.paths = noted_paths()
     compiled = compile_counts()
     if work.compiled or compiled.graphs:
         o.graphs_from_cache, o.graphs_generated = compiled.from_cache, compiled.generated

@@ -14,7 +14,7 @@ from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.base.files import hold_lock
 from llm_train_bench.formulas.flops import step_flops_per_token
-from llm_train_bench.model.operators import taken_paths
+from llm_train_bench.model.operators import forget_paths
 from llm_train_bench.parallel.ranks import Ranks, broken_group, tell_launcher
 from llm_train_bench.results.console import print_header, say
 from llm_train_bench.results.figures import describe_fp8, fill_flop_metrics
@@ -46,7 +46,7 @@ class Run(RunRecord):
 
     def open(self) -> None:
         """Find where the run starts, and open its record there; UsageError or Finished if it cannot."""
-        taken_paths.clear()
+        forget_paths()
         self.start = attempt.resolve_start(self.plan, self.ranks)
         self.schedule = dataclasses.replace(self.plan.schedule, start=self.start.first_step)
         self.directory, work = self.start.directory, self.plan.work

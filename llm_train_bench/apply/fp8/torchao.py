@@ -116,7 +116,7 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
         for weight in converted:
             if weight.of_experts:
                 stacked: Any = part.get_submodule(weight.path)
-                stacked.product = product
+                stacked.use_product(product)
             elif work.parallelism.divided:
                 shared = shared_dimensions(weight)
                 products = ScaledProducts(fp8.recipe, fp8.emulated, model.layout, shared)
