@@ -34,9 +34,7 @@ def _rows(x: Tensor, group: int = 1) -> Tensor:
 
     The compiler reuses the memory of an operator's inputs: no output may be a view of one.
     """
-    if group > 1:
-        return x.repeat_interleave(group, 1).contiguous().flatten(0, 1)
-    return x.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+    return x.repeat_interleave(group, 1).contiguous().flatten(0, 1)
 
 
 def _kept(p: Tensor, n: int, T: int):

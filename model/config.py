@@ -139,20 +139,14 @@ class ModelConfig:
         return {weight.name: weight for weight in list_weights(cast(Any, self))}
 
     @functools.cached_property
-    def _matrices(self) -> list[list[Weight]]:
-        by_layer = [[] for _ in self.layers]
-        for weight in self.weights.values():
-            if weight.layer is not None and weight.is_matrix:
-                by_layer[weight.layer].append(weight)
-        return by_layer
-
-    def matrices(self, layer: int) -> list[Weight]:
-        """The matrices of a block: its linear layers, and those of all experts, stacked."""
-        return self._matrices[layer]
+    def matrices(self) -> list[list[Weight]]:
+        """The matrices of each block: its linear layers, and those of all experts, stacked."""
+        every = [weight for weight in self.weights.values() if weight.is_matrix]
+        return [[w for w in every if w.layer == layer] for layer in range(len(self.layers))]
 
     def linear_layers(self, layer: int) -> list[Weight]:
         """The linear layers of a block that every token passes, (out, in) each."""
-        return [weight for weight in self._matrices[layer] if not weight.of_experts]
+        return [weight for weight in self.matrices[layer] if not weight.of_experts]
 
     @property
     def padded_vocab_size(self) -> int:
@@ -236,7 +230,7 @@ def load_config(
     path = Path(source)
     try:
         path = path / "config.json" if path.is_dir() else path
-        raw = parse_json(plain_text(path, encoding="utf-8-sig"))
+        raw = parse_json(plain_text(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; {suggest_config(path)}") from None
     except OSError as error:

@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
 from llm_train_bench.model.config_keys import MTP_KEYS, WITHOUT_EFFECT
 from llm_train_bench.model.families import FAMILIES
-from llm_train_bench.model.json_files import FACTS, parse_json, plain_file, plain_text
+from llm_train_bench.model.json_files import FACTS, plain_file
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings
 from llm_train_bench.model.transformer import Transformer
@@ -109,14 +109,12 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     if (directory / "config.json").exists():
         other = load_config(directory, config.vocab_multiple, config.first_layers)
         ours, theirs = config.shape(), other.shape()
-        shapes = (key for key in ours | theirs if key not in TRAINING_KEYS)
-        differ = [key for key in shapes if ours.get(key) != theirs.get(key)]
-        if differ:
-            key = differ[0]
-            raise ConfigError(
-                f"{directory}/config.json: {key} is {theirs.get(key)}, but {config.path} "
-                f"says {ours.get(key)}; give the config that belongs to the weights"
-            )
+        for key in ours | theirs:
+            if key not in TRAINING_KEYS and ours.get(key) != theirs.get(key):
+                raise ConfigError(
+                    f"{directory}/config.json: {key} is {theirs.get(key)}, but {config.path} "
+                    f"says {ours.get(key)}; give the config that belongs to the weights"
+                )
     index = _index(directory)
     readers, used = {}, {}
     for weight, parameter in model.weights():
@@ -130,7 +128,8 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
                 )
             where = f"{stored.path}: {stored.name}"
             if stored.shape != list(part.shape):
-                raise misfit(where, stored.shape, config, part.shape)
+                fit = f"which does not fit {config.path}: it should have {list(part.shape)}"
+                raise ConfigError(f"{where} has shape {stored.shape}, {fit}")
             if stored.kind not in ("F64", "F32", "F16", "BF16"):
                 raise ConfigError(f"{where} holds {stored.kind}; quantised weights are not read")
             parts.append(stored)
@@ -152,21 +151,12 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     return readers
 
 
-def misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[int]) -> ConfigError:
-    """The error of a tensor in a file, whose shape should be the right one."""
-    fit = f"which does not fit {config.path}: it should have {list(right)}"
-    return ConfigError(f"{name} has shape {shape}, {fit}")
-
-
 def _further(config: ModelConfig, name: str, index: Container[str]) -> bool:
     """Whether a tensor is of a layer that --layers leaves out, or of multi-token prediction."""
-    later = re.match(r"(\w+\.)?(layers|h)\.(\d+)\.", name) if config.first_layers else None
-    if later and int(later[3]) >= config.num_hidden_layers:
-        return True
-    layer = name.removeprefix("model.layers.").partition(".")[0]
-    after = layer.isdecimal() and int(layer) >= config.num_hidden_layers
-    after &= f"model.layers.{layer}.eh_proj.weight" in index
-    return after or name.startswith("mtp.")
+    layer = re.match(r"(?!mtp\.)(\w+\.)?(layers|h)\.(\d+)\.", name)
+    if layer and int(layer[3]) >= config.num_hidden_layers:
+        return config.first_layers is not None or f"{layer[0]}eh_proj.weight" in index
+    return name.startswith("mtp.")
 
 
 def _read(parts: list[_Stored], weight: Weight) -> Tensor:
@@ -179,32 +169,18 @@ def _read(parts: list[_Stored], weight: Weight) -> Tensor:
 
 
 def _index(directory: Path) -> dict[str, _Stored]:
-    """The tensors of a directory's safetensors files, by name."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if not single.exists() and not index.exists():
-        raise ConfigError(
-            f"{directory}: has no model.safetensors and no model.safetensors.index.json"
-        )
-    path, stored = single, {}
-    try:
-        files, weight_map = {single.name}, {}
-        if not single.exists():
-            path = index
-            weight_map = parse_json(plain_text(index, encoding="utf-8-sig"))["weight_map"]
-            files = {*weight_map.values()}
-        for file in files:
-            if Path(file).name != file:
-                raise ConfigError(f"{index}: {file!r} is not the name of a file beside it")
-            path = plain_file(directory / file)
-            with safe_open(path, framework="pt") as f:
+    """The tensors of model.safetensors, or else of all its parts in a directory, by name."""
+    single, stored = directory / "model.safetensors", {}
+    for path in [single] if single.exists() else sorted(directory.glob("model*.safetensors")):
+        try:
+            with safe_open(plain_file(path), framework="pt") as f:
                 for name in f.keys():  # noqa: SIM118 (it is not a dictionary)
-                    if weight_map.get(name, file) == file:
-                        tensor = f.get_slice(name)
-                        stored[name] = _Stored(path, name, tensor.get_shape(), tensor.get_dtype())
-    except ConfigError:
-        raise
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+                    tensor = f.get_slice(name)
+                    stored[name] = _Stored(path, name, tensor.get_shape(), tensor.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if not stored:
+        raise ConfigError(f"{directory}: has no model.safetensors and no model-*.safetensors")
     return stored
 
 

@@ -51,12 +51,9 @@ def hf_tensors(
         kind = "e_score_correction_bias" if kind == "correction" else kind
         default = f"self_{part}" if part.startswith("attn") else part
         found = [f"{name}.{kind}" for name in names.get(part, default).split()]
-    segments_and_groups = segments_of_files(config, part)
-    if segments_and_groups is None:
-        each = [(number,) for number in range(n_segments)]
-        segments_and_groups = [
-            (segment, 1) for segment in (each if len(found) > 1 else [sum(each, ())])
-        ]
+    numbers = range(n_segments)
+    usual = [((i,), 1) for i in numbers] if len(found) > 1 else [((*numbers,), 1)]
+    segments_and_groups = segments_of_files(config, part) or usual
     transposed = kind == "weight" and (
         (config.model_type == "gpt2" and "." in module)
         or (config.model_type == "gpt_oss" and module.startswith("mlp.experts."))

@@ -29,14 +29,12 @@ def plain_file(path: str | Path) -> Path:
     return path
 
 
-def plain_text(
-    path: str | Path, most_mib: int = 64, encoding: str = "utf-8", errors: str = "strict"
-) -> str:
+def plain_text(path: str | Path, most_mib: int = 64, errors: str = "strict") -> str:
     """The text of a plain file; OSError where it is larger, as a file given by mistake may be."""
     path = plain_file(path)
     if path.stat().st_size > most_mib * 2**20:
         raise OSError(errno.EFBIG, f"is larger than {most_mib} MiB", str(path))
-    return path.read_text(encoding, errors)
+    return path.read_text("utf-8-sig", errors)
 
 
 def shipped_config(name: str) -> str:

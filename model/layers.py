@@ -36,14 +36,6 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.autocast(device.type, enabled=False)
 
 
-class Embedding(nn.Embedding):
-    """Without random values on meta: PyTorch would import its compiler to make none."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-
 class RMSNorm(nn.RMSNorm):
     """Root mean square norm without bias (Zhang & Sennrich 2019).
 
@@ -145,8 +137,9 @@ def scale_rope(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     return blend * frequency + (1 - blend) * frequency / scaling.factor
 
 
-# What hides keys besides the causal rule: to be computed in pieces, by FlexAttention, or nothing.
-Mask = Seen | InBlocks | BlockMask | None
+# What hides keys besides the causal rule: in blocks, by FlexAttention, or nothing; or in pieces.
+WholeMask = InBlocks | BlockMask | None
+Mask = Seen | WholeMask
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -235,12 +228,7 @@ def _compiled_flex_attention():
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask | InBlocks | None,
-    dropout: float,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: WholeMask, dropout: float, scale: float | None
 ) -> Tensor:
     """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 
@@ -430,10 +418,10 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.gated:
-            return self.layout.row_parallel(
-                self.down, self.activation(self.layout.column_parallel(self.up, x))
-            )
-        both = self.layout.column_parallel(self.gate_up, x).unflatten(-1, (self.groups, 2, -1))
-        gate, up = both.unbind(-2)
-        return self.layout.row_parallel(self.down, (self.activation(gate) * up).flatten(-2))
+        if self.gated:
+            both = self.layout.column_parallel(self.gate_up, x).unflatten(-1, (self.groups, 2, -1))
+            gate, up = both.unbind(-2)
+            y = (self.activation(gate) * up).flatten(-2)
+        else:
+            y = self.activation(self.layout.column_parallel(self.up, x))
+        return self.layout.row_parallel(self.down, y)

@@ -17,14 +17,13 @@ from torch._guards import detect_fake_mode
 
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS, chunk_rows
 from llm_train_bench.model.layers import autocast_dtype, no_autocast
+from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.operators import note_path
 
 # A label that is left out.
 MASKED = -100
 # (M, K) and (N, K) to (M, N), perhaps into a third tensor: the first times the second transposed.
 Matmul = Callable[..., Tensor]
-# Numbers of one rank to those of all.
-Reduce = Callable[[Tensor], Tensor]
 # Logits, labels, size of the vocabulary and whether labels mask, to losses and the logits' gradient.
 ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
 
@@ -34,11 +33,9 @@ class VocabShard(NamedTuple):
 
     start: int
     """The first row."""
-    ranks: int
     largest: int
     """Rows of the rank with most: chunks are equal on all ranks."""
-    sum_over_ranks: Reduce
-    max_over_ranks: Reduce
+    layout: Layout
 
 
 def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,18 +55,22 @@ def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def logits_loss(
-    logits: Tensor, labels: Tensor, vocab_size: int, masks: bool = False
+    logits: Tensor, labels: Tensor, vocab_size: int, masks: bool, shard: VocabShard | None = None
 ) -> tuple[Tensor, Tensor]:
     """Losses (n,) in fp32, and softmax minus one-hot in the shape and dtype of the logits.
 
     With `masks` both are 0 where a label is below 0. Columns from `vocab_size` on are padding and get no
-    probability. The logits may be overwritten.
+    probability. The logits may be overwritten. Those of a `shard` are some columns of all.
     """
-    target, masked = labels[:, None], None
+    target, masked, here, layout = labels[:, None], None, None, ALONE
     if masks:
         masked, target = target < 0, target.clamp(min=0)
+    if shard is not None:
+        target, layout = target - shard.start, shard.layout
+        here = (target >= 0) & (target < vocab_size)  # columns behind these may be padding
+        target = target.clamp(0, logits.shape[1] - 1)
     padded = logits.shape[1] > vocab_size
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and shard is None:
         # One fused kernel; a scatter would split it in two.
         wide = logits.float()
         column = torch.arange(logits.shape[1], device=logits.device)
@@ -83,54 +84,39 @@ def logits_loss(
         return loss.squeeze(1), grad.to(logits.dtype)
     if padded:
         logits[:, vocab_size:] = float("-inf")
-    return in_few_passes(logits, target, masked, converts=logits.is_cuda)
-
-
-def sharded_logits_loss(
-    shard: VocabShard, logits: Tensor, labels: Tensor, vocab_size: int, masks: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`logits_loss` of a rank that has some columns; `vocab_size` of its own are not padding.
-
-    The logits may be overwritten.
-    """
-    column = labels - shard.start
-    here = (column >= 0) & (column < vocab_size)  # the columns behind these may be padding
-    target = column.clamp(0, logits.shape[1] - 1)[:, None]
-    wide = logits.float()
-    if logits.shape[1] > vocab_size:
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        wide = wide.masked_fill_(columns >= vocab_size, float("-inf"))
-    top = shard.max_over_ranks(wide.amax(dim=-1))[:, None]
-    at_target = torch.where(here, (wide.gather(1, target) - top).squeeze(1), 0.0)
-    grad = wide.sub_(top).exp_()
-    z, at_target = shard.sum_over_ranks(torch.stack((grad.sum(dim=-1), at_target)))
-    loss = z.log() - at_target
-    grad = grad.div_(z[:, None]).scatter_add_(1, target, -here.float()[:, None])
-    if masks:
-        loss = loss.masked_fill(labels < 0, 0.0)
-        grad = grad.masked_fill_((labels < 0)[:, None], 0.0)
-    return loss, grad if grad.dtype == logits.dtype else logits.copy_(grad)
+    return in_few_passes(logits, target, masked, logits.is_cuda, here, layout)
 
 
 def in_few_passes(
-    logits: Tensor, target: Tensor, masked: Tensor | None, converts: bool
+    logits: Tensor,
+    target: Tensor,
+    masked: Tensor | None,
+    converts: bool,
+    here: Tensor | None = None,
+    layout: Layout = ALONE,
 ) -> tuple[Tensor, Tensor]:
     """Losses (n,) of (n, V) logits for (n, 1) labels, and softmax minus one-hot in the logits' memory.
 
-    Both are 0 where `masked` (n, 1), if there is one. At most one fp32 copy of the logits is used
-    (logsumexp and softmax use two). With `converts` the kernels convert as they read and write, as a
-    GPU's do; on a CPU a separate conversion is cheaper.
+    Both are 0 where `masked` (n, 1), if there is one. If ranks share the columns, this one has the labels
+    `here` (n, 1). At most one fp32 copy of the logits is used (logsumexp and softmax use two). With
+    `converts` the kernels convert as they read and write, as a GPU's do; on a CPU a separate conversion
+    is cheaper.
     """
     wide = logits if converts else logits.float()
-    top = wide.amax(dim=-1, keepdim=True).float()
+    top = layout.max_over_ranks(wide.amax(dim=-1, keepdim=True).float())
     at_target = wide.gather(1, target).float() - top
     grad = torch.sub(wide, top, out=wide if wide.dtype == torch.float32 else None).exp_()
     z = grad.sum(dim=-1, keepdim=True)
-    grad.scatter_add_(1, target, -z)
+    at_label = -z
+    if here is not None:
+        sums = torch.stack((z, at_target.masked_fill(~here, 0.0)))
+        z, at_target = layout.sum_over_tp(sums)
+        at_label = -z * here
+    grad.scatter_add_(1, target, at_label)
     loss = z.log() - at_target
     if masked is not None:
         loss.masked_fill_(masked, 0.0)
-        z.masked_fill_(masked, float("inf"))
+        z = z.masked_fill(masked, float("inf"))
     low = torch.div(grad, z, out=logits) if converts else logits.copy_(grad.div_(z))
     return loss.squeeze(1), low
 
@@ -165,7 +151,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 )
         if grad_weight is not None:
             grad_weight = grad_weight[: len(weight)]
-        ctx.grads, ctx.n = (grad_hidden, grad_weight), n / (head.shard.ranks if head.shard else 1)
+        ctx.grads = grad_hidden, grad_weight
+        ctx.n = n / head.shard.layout.tp if head.shard else n
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.cat(losses).mean()
 
@@ -184,9 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor times a scale, in one pass: in place where the format stays."""
-    if x.dtype == dtype:
-        return x.mul_(scale)
-    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
+    return torch.mul(x, scale, out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
 
 
 def matmul_transposed(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -195,11 +180,7 @@ def matmul_transposed(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def _add_product(
-    total: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    dtype: torch.dtype,
-    matmul: Matmul = matmul_transposed,
+    total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, matmul: Matmul
 ) -> Tensor:
     """`total + a @ b`, in place; without a total the product, in `dtype`.
 
@@ -253,9 +234,8 @@ class LinearCrossEntropy(nn.Module):
         super().__init__()
         self.vocab_size, self.chunk_elements = vocab_size, chunk_elements
         self.matmul, self.shard = matmul, shard
-        self.chunk_loss: ChunkLoss = logits_loss
-        if shard is not None:
-            self.chunk_loss = functools.partial(sharded_logits_loss, shard)
+        partial = functools.partial(logits_loss, shard=shard)
+        self.chunk_loss: ChunkLoss = logits_loss if shard is None else partial
 
     def compile_chunks(self, compiler: Callable[[ChunkLoss], ChunkLoss]) -> None:
         """Compile what is computed of a chunk's logits."""

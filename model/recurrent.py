@@ -11,8 +11,6 @@ or B and C of Mamba2), H heads of P elements (values).
 
 # pyright: reportIncompatibleMethodOverride=false
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,19 +79,6 @@ class _States(OwnFunction):
         return added @ after.mT, of_v, of_w, (after * states).sum((-2, -1))
 
 
-def _resets(starts: Tensor, C: int) -> Iterator[Tensor]:
-    """What documents that begin at `starts` (B, n C) hide in chunks of C positions, as factors 0 and 1.
-
-    Pairs (B, n, C, C) of one document are 1; positions (B, n, C) whose document began before the chunk;
-    and those of the document that goes on after it.
-    """
-    chunks = starts.unflatten(1, (-1, C))
-    before = torch.arange(chunks.shape[1], device=starts.device)[:, None] * C
-    pairs = chunks[..., :, None] == chunks[..., None, :]
-    marks = pairs, chunks < before, chunks == chunks[..., -1:]
-    return (x.unsqueeze(1).float() for x in marks)
-
-
 def scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, C: int, starts: Tensor | None
 ) -> Tensor:
@@ -117,8 +102,13 @@ def scan(
     pairs = pairs.masked_fill(hidden, float("-inf")).exp()
     reads, writes = total.exp(), (total[..., -1:] - total).exp()
     if starts is not None:
-        same, before, after = _resets(F.pad(starts, (0, pad), value=T), C)
-        pairs, reads, writes = pairs * same, reads * before, writes * after
+        begins = F.pad(starts, (0, pad), value=T).unflatten(1, (n, C))
+        first = torch.arange(n, device=q.device)[:, None] * C
+        # Pairs are of one document; it reads the state if it began before the chunk, and writes it if it
+        # is the last one there.
+        pairs = pairs * (begins[..., :, None] == begins[..., None, :]).unsqueeze(1)
+        reads = reads * (begins < first).unsqueeze(1)
+        writes = writes * (begins == begins[..., -1:]).unsqueeze(1)
     scores = (q @ k.mT).repeat_interleave(H // G, 1) * pairs  # one product for the heads of a group
     k_all = k.repeat_interleave(H // G, 1)
     w = None

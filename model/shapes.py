@@ -155,8 +155,3 @@ class Recurrent:
         """Rows of the first linear layer: queries, keys, values, gates of values, and of steps."""
         key, value = self.groups * self.state, self.heads * self.head_dim
         return (key, key, value, value, *[self.heads] * (1 + self.delta))
-
-    @property
-    def channels(self) -> tuple[int, ...]:
-        """Those that pass the convolution."""
-        return self.segments[:3]

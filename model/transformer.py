@@ -4,6 +4,7 @@ GPT-2 and Llama differ in the kind of norm and MLP, in where positions enter and
 config says which, and one block serves both.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,6 @@ from llm_train_bench.model.experts import MixtureOfExperts
 from llm_train_bench.model.layers import (
     MLP,
     Attention,
-    Embedding,
     LatentAttention,
     LayerNorm,
     Mask,
@@ -117,7 +117,7 @@ class Transformer(HasWeights):
     tied head's weight at both ends.
     """
 
-    embed: Embedding
+    embed: nn.Embedding
     norm: RMSNorm | LayerNorm
 
     def __init__(
@@ -143,13 +143,13 @@ class Transformer(HasWeights):
         learned = self.first and config.learned_positions
         pad = -1 if config.pad_token_id is None else config.pad_token_id
         pad = self.rows.index(pad) if pad in self.rows else None
-        self.register_module("embed", Embedding(len(self.rows), d, pad) if embeds else None)
-        self.positions = Embedding(config.max_position_embeddings, d) if learned else None
+        # From empty tables: on meta nn.Embedding would import the compiler, to draw no numbers.
+        table = functools.partial(nn.Embedding.from_pretrained, freeze=False)
+        embed = table(torch.empty(len(self.rows), d), padding_idx=pad) if embeds else None
+        self.register_module("embed", embed)
+        self.positions = table(torch.empty(config.max_position_embeddings, d)) if learned else None
         # By the number of the layer, which is part of its parameters' names.
-        specs = {str(i): config.layers[i] for i in layers}
-        blocks = {
-            name: Block(config, spec, options.balanced, layout) for name, spec in specs.items()
-        }
+        blocks = {str(i): Block(config, config.layers[i], options.balanced, layout) for i in layers}
         self.blocks = nn.ModuleDict(blocks)
         self.register_module("norm", norm_of(config) if self.last else None)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
@@ -157,8 +157,8 @@ class Transformer(HasWeights):
         heads = self.last and not tied
         self.lm_head = nn.Linear(d, len(self.rows), bias=False) if heads else None
         own_words = max(0, min(config.vocab_size - begin, len(self.rows)))
-        largest, reduce = part_of(V, layout.tp, 0)[1], (layout.sum_over_tp, layout.max_over_ranks)
-        shard = VocabShard(begin, layout.tp, largest, *reduce) if layout.tp > 1 else None
+        largest = part_of(V, layout.tp, 0)[1]
+        shard = VocabShard(begin, largest, layout) if layout.tp > 1 else None
         matmul = product if options.onednn else matmul_transposed
         self.loss = LinearCrossEntropy(own_words, options.chunk_elements, matmul, shard)
         self.table = dict(config.weights)
@@ -265,12 +265,8 @@ class Transformer(HasWeights):
         if not layer.attends:
             return None if starts is None else Seen(starts=starts.to(device, non_blocking=True))
         window = layer.window if layer.window is None or layer.window < T else None
-        if (
-            window is None
-            and starts is None
-            and held.host_queries is None
-            and not self.config.sinks
-        ):
+        sees_all_before = window is None and starts is None and held.host_queries is None
+        if sees_all_before and not self.config.sinks:
             return InBlocks() if self.kernel.causal == "blocks" else None
         if self.kernel.masked == "pieces":
             return Seen(window, starts, held.host_queries, held.key_order)

@@ -9,6 +9,7 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llm_train_bench.model.hf_names import HfTensor, hf_tensors
+from llm_train_bench.model.shapes import present
 
 if TYPE_CHECKING:
     from llm_train_bench.model.config import ModelConfig
@@ -155,71 +156,60 @@ def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
 def list_weights(config: ModelConfig) -> list[Weight]:
     """All parameters of the plain model, in its order; a tied head is none."""
     rows, d = config.padded_vocab_size, config.hidden_size
-    table: dict[str, Any] = dict(split=ROWS, padding=rows - config.vocab_size)
-    begin, end = _Entries(config, None), _Entries(config, None)
-    begin.add("embed", (rows, d), **table)
+    words: dict[str, Any] = dict(split=ROWS, padding=rows - config.vocab_size)
+    table = _Table(config)
+    table.add("embed", rows, d, **words)
     if config.learned_positions:
-        begin.add("positions", (config.max_position_embeddings, d))
-    blocks = []
+        table.add("positions", config.max_position_embeddings, d)
     for layer, spec in enumerate(config.layers):
-        block = _Entries(config, layer)
+        table.layer = layer
         if spec.mixer is not None:
-            block.add_norms("attn", spec)
-            {"attention": _attention, "latent": _latent, "recurrent": _recurrent}[spec.mixer](block)
+            table.add_norms("attn", spec)
+            {"attention": _attention, "latent": _latent, "recurrent": _recurrent}[spec.mixer](table)
         if spec.mlp is not None:
-            block.add_norms("mlp", spec)
-            {"dense": _mlp, "experts": _experts}[spec.mlp](block)
-        blocks += block.entries
-    end.add_norm("norm", d)
+            table.add_norms("mlp", spec)
+            {"dense": _mlp, "experts": _experts}[spec.mlp](table)
+    table.layer = None
+    table.add_norm("norm", d)
     if not config.tie_word_embeddings:
-        end.add("lm_head", (rows, d), **table)
-    return begin.entries + blocks + end.entries
+        table.add("lm_head", rows, d, **words)
+    return table.rows
 
 
-class _Entries:
-    """The parameters of one block, or some that are outside of blocks."""
+class _Table:
+    """The rows so far, and the block to which more are added; None outside of blocks."""
 
-    def __init__(self, config: ModelConfig, layer: int | None):
-        self.config, self.layer = config, layer
-        self.entries: list[Weight] = []
+    def __init__(self, config: ModelConfig):
+        self.config, self.rows = config, list[Weight]()
+        self.layer: int | None = None
 
-    def add(
-        self,
-        module: str,
-        shape: tuple[int, ...],
-        kind: str = "weight",
-        init: Normal | Ramp | None = None,
-        split: Split | None = None,
-        segments: tuple[int, ...] = (),
-        groups: int = 1,
-        padding: int = 0,
-    ) -> None:
-        """Add a parameter; `init` is normal numbers if None, smaller where a residual is added to."""
-        config = self.config
-        if init is None:
+    def add(self, module: str, *shape: int, kind: str = "weight", **row: Any) -> None:
+        """Add a parameter with these fields of its `row`.
+
+        Its initial values are normal numbers by default, smaller ones where a residual is added to.
+        """
+        if "init" not in row:
             writes_residual = module.split(".")[-1] in ("out", "down")
-            scale = math.sqrt(2 * config.num_hidden_layers) if writes_residual else 1.0
-            init = Normal(config.initializer_range / scale)
-        rows = shape[1] if split == EXPERTS else shape[0]
-        segments = segments or (rows - padding,)
-        hf = hf_tensors(config, self.layer, module, kind, len(segments))
-        row = (self.layer, module, kind, shape, init, hf, split, segments, groups, padding)
-        self.entries.append(Weight(*row))
+            scale = math.sqrt(2 * self.config.num_hidden_layers) if writes_residual else 1.0
+            row["init"] = Normal(self.config.initializer_range / scale)
+        if "segments" not in row:
+            rows = shape[1] if row.get("split") == EXPERTS else shape[0]
+            row["segments"] = (rows - row.get("padding", 0),)
+        hf = hf_tensors(self.config, self.layer, module, kind, len(row["segments"]))
+        self.rows.append(Weight(self.layer, module, kind, shape, hf=hf, **row))
 
-    def add_linear(self, module: str, *shape: int, bias: bool = False, **how: Any) -> None:
+    def add_linear(self, module: str, *shape: int, bias: bool = False, **row: Any) -> None:
         """Add a linear layer (out, in), or one for each expert, and perhaps its biases."""
-        self.add(module, shape, **how)
+        self.add(module, *shape, **row)
         if bias:
-            if how.get("split") == COLUMNS:
-                how = {}
-            how["init"] = ZEROS
-            self.add(module, shape[:-1], "bias", **how)
+            divided = {} if row.get("split") == COLUMNS else row
+            self.add(module, *shape[:-1], kind="bias", **divided | dict(init=ZEROS))
 
-    def add_norm(self, module: str, size: int, **how: Any) -> None:
+    def add_norm(self, module: str, size: int, **row: Any) -> None:
         """Add a norm, with a bias if the family's norms have one."""
-        self.add(module, (size,), init=ZEROS if self.config.norm_offset else ONES, **how)
+        self.add(module, size, init=ZEROS if self.config.norm_offset else ONES, **row)
         if not self.config.rms_norm:
-            self.add(module, (size,), "bias", ZEROS)
+            self.add(module, size, kind="bias", init=ZEROS)
 
     def add_norms(self, part: str, spec: LayerSpec) -> None:
         """Add the norms before and after a part of a block."""
@@ -228,83 +218,81 @@ class _Entries:
                 self.add_norm(f"{part}_{name}", self.config.hidden_size)
 
 
-def _attention(block: _Entries) -> None:
-    config, d = block.config, block.config.hidden_size
+def _attention(table: _Table) -> None:
+    config, d = table.config, table.config.hidden_size
     q, kv = config.query_size, config.kv_size
     sizes = (q, kv, kv, q) if config.output_gate else (q, kv, kv)
     if config.sinks:
-        block.add("attn", (config.num_attention_heads,), "sinks", ZEROS, ROWS)
+        table.add("attn", config.num_attention_heads, kind="sinks", init=ZEROS, split=ROWS)
     fused: dict[str, Any] = dict(split=ROWS, segments=sizes, groups=config.num_key_value_heads)
-    block.add_linear("attn.qkv", sum(sizes), d, bias=config.qkv_bias, **fused)
-    block.add_linear("attn.out", d, q, bias=config.attention_out_bias, split=COLUMNS)
+    table.add_linear("attn.qkv", sum(sizes), d, bias=config.qkv_bias, **fused)
+    table.add_linear("attn.out", d, q, bias=config.attention_out_bias, split=COLUMNS)
     if config.qk_norm:
         whole: dict[str, Any] = dict(split=ROWS) if config.whole_qk_norm else {}
-        block.add_norm("attn.q_norm", q if whole else config.head_dim, **whole)
-        block.add_norm("attn.k_norm", kv if whole else config.head_dim, **whole)
+        table.add_norm("attn.q_norm", q if whole else config.head_dim, **whole)
+        table.add_norm("attn.k_norm", kv if whole else config.head_dim, **whole)
 
 
-def _latent(block: _Entries) -> None:
-    config, d = block.config, block.config.hidden_size
-    m, heads = config.latent, config.num_attention_heads
-    assert m is not None
+def _latent(table: _Table) -> None:
+    config, d = table.config, table.config.hidden_size
+    m, heads = present(config.latent), config.num_attention_heads
     if m.q_rank is None:
-        block.add_linear("attn.q", config.query_size, d, split=ROWS)
+        table.add_linear("attn.q", config.query_size, d, split=ROWS)
     else:
-        block.add_linear("attn.q_down", m.q_rank, d)
-        block.add_norm("attn.q_down_norm", m.q_rank)
-        block.add_linear("attn.q_up", config.query_size, m.q_rank, split=ROWS)
-    block.add_linear("attn.kv_down", m.kv_rank + m.rope_dim, d)
-    block.add_norm("attn.kv_down_norm", m.kv_rank)
-    block.add_linear("attn.kv_up", heads * (m.nope_dim + m.value_dim), m.kv_rank, split=ROWS)
-    block.add_linear("attn.out", d, heads * m.value_dim, split=COLUMNS)
+        table.add_linear("attn.q_down", m.q_rank, d)
+        table.add_norm("attn.q_down_norm", m.q_rank)
+        table.add_linear("attn.q_up", config.query_size, m.q_rank, split=ROWS)
+    table.add_linear("attn.kv_down", m.kv_rank + m.rope_dim, d)
+    table.add_norm("attn.kv_down_norm", m.kv_rank)
+    table.add_linear("attn.kv_up", heads * (m.nope_dim + m.value_dim), m.kv_rank, split=ROWS)
+    table.add_linear("attn.out", d, heads * m.value_dim, split=COLUMNS)
 
 
-def _recurrent(block: _Entries) -> None:
-    config, r = block.config, block.config.recurrent
-    assert r is not None
+def _recurrent(table: _Table) -> None:
+    config, r = table.config, present(table.config.recurrent)
     value = r.heads * r.head_dim
     project: dict[str, Any] = dict(split=ROWS, segments=r.segments, groups=r.groups)
-    block.add_linear("attn.project", sum(r.segments), config.hidden_size, bias=r.bias, **project)
-    conv: dict[str, Any] = project | dict(segments=r.channels, init=Normal(r.kernel**-0.5))
-    block.add_linear("attn.conv", sum(r.channels), r.kernel, bias=r.conv_bias, **conv)
-    block.add("attn", (r.heads,), "decay", DECAYS, ROWS)
-    block.add("attn", (r.heads,), "step_bias", STEPS, ROWS)
+    table.add_linear("attn.project", sum(r.segments), config.hidden_size, bias=r.bias, **project)
+    channels = r.segments[:3]
+    conv: dict[str, Any] = project | dict(segments=channels, init=Normal(r.kernel**-0.5))
+    table.add_linear("attn.conv", sum(channels), r.kernel, bias=r.conv_bias, **conv)
+    table.add("attn", r.heads, kind="decay", init=DECAYS, split=ROWS)
+    table.add("attn", r.heads, kind="step_bias", init=STEPS, split=ROWS)
     if not r.delta:
-        block.add("attn", (r.heads,), "skip", ONES, ROWS)
+        table.add("attn", r.heads, kind="skip", init=ONES, split=ROWS)
     norm: dict[str, Any] = dict(init=ONES) if r.delta else dict(init=ONES, split=ROWS)
-    block.add("attn.gated_norm", (r.head_dim if r.delta else value,), **norm)
-    block.add_linear("attn.out", config.hidden_size, value, bias=r.bias, split=COLUMNS)
+    table.add("attn.gated_norm", r.head_dim if r.delta else value, **norm)
+    table.add_linear("attn.out", config.hidden_size, value, bias=r.bias, split=COLUMNS)
 
 
-def _mlp(block: _Entries, module: str = "mlp", size: int | None = None) -> None:
+def _mlp(table: _Table, module: str = "mlp", size: int | None = None) -> None:
     """An MLP with `size` elements of its activation, by default the config's."""
-    config, d, f = block.config, block.config.hidden_size, size or block.config.intermediate_size
+    config, d, f = table.config, table.config.hidden_size, size or table.config.intermediate_size
     if config.gated_mlp:
         fused: dict[str, Any] = dict(segments=(f, f), groups=config.mlp_groups(f))
-        block.add_linear(f"{module}.gate_up", 2 * f, d, bias=config.mlp_bias, split=ROWS, **fused)
+        table.add_linear(f"{module}.gate_up", 2 * f, d, bias=config.mlp_bias, split=ROWS, **fused)
     else:
-        block.add_linear(f"{module}.up", f, d, bias=config.mlp_bias, split=ROWS)
-    block.add_linear(f"{module}.down", d, f, bias=config.mlp_bias, split=COLUMNS)
+        table.add_linear(f"{module}.up", f, d, bias=config.mlp_bias, split=ROWS)
+    table.add_linear(f"{module}.down", d, f, bias=config.mlp_bias, split=COLUMNS)
 
 
-def _experts(block: _Entries) -> None:
-    config, e = block.config, block.config.experts
-    assert e is not None
+def _experts(table: _Table) -> None:
+    config, e = table.config, present(table.config.experts)
     d = e.latent or config.hidden_size
-    block.add_linear("mlp.router", e.number, config.hidden_size, bias=e.biases)
+    table.add_linear("mlp.router", e.number, config.hidden_size, bias=e.biases)
     if e.correction:
-        block.add("mlp.router", (e.number,), "correction", ZEROS)
+        table.add("mlp.router", e.number, kind="correction", init=ZEROS)
     if e.latent:
-        block.add_linear("mlp.latent_down", e.latent, config.hidden_size, bias=config.mlp_bias)
-        block.add_linear("mlp.latent_up", config.hidden_size, e.latent, bias=config.mlp_bias)
+        table.add_linear("mlp.latent_down", e.latent, config.hidden_size, bias=config.mlp_bias)
+        table.add_linear("mlp.latent_up", config.hidden_size, e.latent, bias=config.mlp_bias)
     if e.shared_gate:
-        block.add_linear("mlp.shared_gate", 1, config.hidden_size)
+        table.add_linear("mlp.shared_gate", 1, config.hidden_size)
     if e.shared_size:
-        _mlp(block, "mlp.shared", e.shared_size)
+        _mlp(table, "mlp.shared", e.shared_size)
     wide, sizes = ("gate_up", (e.size, e.size)) if e.gated else ("up", (e.size,))
     stacked: dict[str, Any] = dict(bias=e.biases, split=EXPERTS)
-    block.add_linear(f"mlp.experts.{wide}", e.number, sum(sizes), d, segments=sizes, **stacked)
-    block.add_linear("mlp.experts.down", e.number, d, e.size, **stacked)
+    table.add_linear(f"mlp.experts.{wide}", e.number, sum(sizes), d, segments=sizes, **stacked)
+    table.add_linear("mlp.experts.down", e.number, d, e.size, **stacked)
 
 
 def adaptable(config: ModelConfig) -> list[Weight]:
@@ -343,26 +331,16 @@ def adapters(config: ModelConfig, targets: frozenset[str], rank: int) -> list[Ad
         segments, inputs = tuple(hf.segments for hf in chosen), frozen.shape[1]
         rows = tuple(sum(frozen.segments[i] for i in each) for each in segments)
         first = Normal((3 * inputs) ** -0.5)  # as torch.nn.Linear's, and peft's
-        down = _adapter_row(frozen, chosen, "lora_a", (rank,) * len(chosen), inputs, first)
-        up = _adapter_row(frozen, chosen, "lora_b", rows, rank, ZEROS)
-        found.append(Adapter(frozen, segments, down, up))
+        down, up = ((rank,) * len(chosen), inputs, first), (rows, rank, ZEROS)
+        pair = []
+        for letter, (sizes, width, init) in (("a", down), ("b", up)):
+            place = (frozen.layer, frozen.module, f"lora_{letter}", (sum(sizes), width))
+            prefixes = (f"base_model.model.{hf.name.removesuffix('weight')}" for hf in chosen)
+            names = (f"{prefix}lora_{letter.upper()}.weight" for prefix in prefixes)
+            files = tuple(HfTensor(name, (i,)) for i, name in enumerate(names))
+            pair.append(Weight(*place, init, files, segments=sizes))
+        found.append(Adapter(frozen, segments, *pair))
     return found
-
-
-def _adapter_row(
-    frozen: Weight,
-    chosen: list[HfTensor],
-    kind: str,
-    sizes: tuple[int, ...],
-    width: int,
-    init: Normal | Ramp,
-) -> Weight:
-    """A parameter of the adapters of some tensors, with so many rows for each."""
-    end = f"lora_{kind[-1].upper()}.weight"
-    names = (f"base_model.model.{hf.name.removesuffix('weight')}{end}" for hf in chosen)
-    files = tuple(HfTensor(name, (i,)) for i, name in enumerate(names))
-    place = (frozen.layer, frozen.module, kind, (sum(sizes), width))
-    return Weight(*place, init, files, segments=sizes)
 
 
 @dataclasses.dataclass(frozen=True)

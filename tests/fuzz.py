@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import yaml
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 import compare
 import doctor
@@ -38,7 +36,6 @@ from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.check import findings
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.model.config import ConfigError, load_config
-from llm_train_bench.model.hf import _index
 from llm_train_bench.run.checkpoint import attempt
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.sweep import all_runs
@@ -167,12 +164,6 @@ def read_hardware(path: Path) -> None:
         hardware.find_roof("NVIDIA H100 80GB HBM3")
         hardware.find_peaks("NVIDIA H100 80GB HBM3")
         hardware.constants()
-
-
-def read_weights_index(path: Path) -> None:
-    path.rename(path.with_name("model.safetensors.index.json"))
-    save_file({"a": torch.zeros(1)}, path.with_name("b.safetensors"))
-    _index(path.parent)
 
 
 def read_checkpoint(path: Path) -> None:
@@ -366,7 +357,6 @@ def kinds() -> dict[str, Kind]:
         "hardware": (".json", texts("configs/hardware.json"), read_hardware),
         "rows": (".jsonl", ["\n".join(map(json.dumps, rows)).encode()],
                  lambda path: Rows(path.rename(path.with_name("rows.jsonl")))),
-        "weights": (".json", values({"weight_map": {"a": "b.safetensors"}}), read_weights_index),
         "tokenizer": (".json", texts("tests/fuzzed/tokenizer.json"),
                       lambda path: prepare_data.load_encoder(str(path))[0]("a b")),
         "facts": (".json", [content], read_checkpoint),

@@ -25,7 +25,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import to_hf
 from llm_train_bench.model.layers import attend, block_mask
-from llm_train_bench.model.loss import _add_product, adds_wide
+from llm_train_bench.model.loss import _add_product, adds_wide, matmul_transposed
 from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
 from llm_train_bench.model.transformer import Transformer
 from tests import helpers
@@ -464,7 +464,7 @@ def test_the_heads_gradient_is_summed_inside_its_matmuls(dtype):
     parts = [[torch.randn(256, n, device=device).to(dtype) for n in (512, 128)] for _ in range(3)]
     total = None
     for a, b in parts:
-        total = _add_product(total, a.t(), b, torch.float32)
+        total = _add_product(total, a.t(), b, torch.float32, matmul_transposed)
     exact = sum(a.double().t() @ b.double() for a, b in parts)
     assert total.dtype == torch.float32
     assert ((total - exact).norm() / exact.norm()).item() < (5e-3 if torch.version.hip else 1e-5)

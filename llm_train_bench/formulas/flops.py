@@ -148,7 +148,7 @@ def _before_adapters(work: Work, lora: Lora, causal: bool | None) -> float:
         stream = after(layers, "attn.out", needed=queries or values)
         if not stream:
             after(layers, "mlp.router")
-            experts = (weight for weight in config.matrices(i) if weight.of_experts)
+            experts = (weight for weight in config.matrices[i] if weight.of_experts)
             total += sum(active_numbers(config, weight) for weight in experts)
             stream = after(layers, "mlp.gate_up", "mlp.up", "mlp.down")
             stream |= after(layers, "mlp.shared.gate_up", "mlp.shared.up", "mlp.shared.down")
@@ -205,7 +205,7 @@ def repeated_matrices(work: Work, layer: int) -> list[Weight]:
     gated = spec.mlp == "experts" and present(config.experts).shared_gate
     last += [] if gated else ["mlp.latent_up"]
     skipped = last if stops_early and not spec.post_norm else ()
-    return [weight for weight in config.matrices(layer) if weight.module not in skipped]
+    return [weight for weight in config.matrices[layer] if weight.module not in skipped]
 
 
 def matmul_flops(work: Work) -> tuple[float, float, float]:
@@ -219,7 +219,7 @@ def matmul_flops(work: Work) -> tuple[float, float, float]:
     passes = PASS_FORWARDS[work.pass_type] - bool(lora and work.trains)  # frozen: no gradients
     for layer in work.layers_of(0):
         repeated = repeated_matrices(work, layer)
-        for weight in config.matrices(layer):
+        for weight in config.matrices[layer]:
             rows = work.own_tokens if weight.split is None else work.gathered_tokens
             rows = work.expert_rows if weight.of_experts else rows
             *experts, n, k = weight.shard(work.parallelism).sizes

@@ -248,7 +248,7 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
         return 0.0
     c, config, flops = gpu.constants, work.config, 0
     for same in alike(work, work.layers_of(0)):
-        for weight in config.matrices(same[0]):
+        for weight in config.matrices[same[0]]:
             number = weight.shape[0] if weight.of_experts else 1
             flops += len(same) * number * muon_flops(weight)
     rate = _bf16_tflops(gpu) * 1e12 * _level(work, gpu) * c.sustained
@@ -382,7 +382,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float,
     low = work.fp8.layers if work.fp8 else ()
     every = bool(work.fp8) and work.trainer.modules
     seconds = mlp = last = 0.0
-    for weight in work.config.matrices(layer):
+    for weight in work.config.matrices[layer]:
         converted = weight.module in low or (every and not weight.stays_exact)
         if not weight.of_experts:
             n, k = weight.shard(work.parallelism).sizes

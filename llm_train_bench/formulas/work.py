@@ -160,7 +160,7 @@ def _layer_kinds(config: ModelConfig) -> list[tuple[Any, ...]]:
 def block_parameters(config: ModelConfig) -> list[int]:
     """Numbers in the matrices of each block."""
     layers = range(config.num_hidden_layers)
-    return [sum(math.prod(weight.shape) for weight in config.matrices(i)) for i in layers]
+    return [sum(math.prod(weight.shape) for weight in config.matrices[i]) for i in layers]
 
 
 def alike(work: "Work", layers: Iterable[int]) -> list[list[int]]:

@@ -294,7 +294,7 @@ def converted_matrices(
     fp8: Fp8Work, config: ModelConfig, layers: Iterable[int], grouped: bool = True
 ) -> list[int]:
     """Numbers in each converted layer of these blocks; without `grouped` not those of experts."""
-    blocks = (config.matrices(i) if grouped else config.linear_layers(i) for i in layers)
+    blocks = (config.matrices[i] if grouped else config.linear_layers(i) for i in layers)
     converted = (w for block in blocks for w in block if w.module in fp8.layers)
     return [math.prod(weight.shape) for weight in converted]
 

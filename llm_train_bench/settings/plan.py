@@ -549,7 +549,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
             f"--use-fp8 with {recipe}: --bsz x --seq-len = {tokens} tokens of a rank is not a multiple "
             f"of {multiple}; change either"
         )
-    every = (weight for i, *_ in alike(work, work.layers) for weight in config.matrices(i))
+    every = (weight for i, *_ in alike(work, work.layers) for weight in config.matrices[i])
     # (out, in) of a rank's part of a layer, or of one expert.
     shapes = {w.module: w.shard(work.parallelism).sizes[-2:] for w in every if not w.stays_exact}
     modules = {name: [name] for name in shapes}
