@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -78,27 +78,28 @@ class Flag:
         options = [option for part in parts for option in get_args(part) or (part,)]
         return [option for option in options if option is not NoneType]
 
-    def parse(self, text: str) -> Any:
-        """The value that a text stands for; ValueError if it is none of the flag's."""
-        options = self.options
-        if text in options or str in options:
-            return text
+    def read(self, value: Any) -> Any:
+        """The flag's value of a text or of a file, where a number may be quoted; or ValueError."""
+        if value is None:
+            return None
+        if self.many:
+            several = value if isinstance(value, list | tuple) else [value]
+            return tuple(map(self._read_one, several))
+        return self._read_one(value)
+
+    def _read_one(self, value: Any) -> Any:
+        options, text = self.options, str(value)
+        if value is False and "off" in options:  # as YAML reads it
+            return "off"
         if bool in options and text.lower() in ("true", "false"):
             return text.lower() == "true"
-        if int not in options and float not in options:
-            raise ValueError(f"{text!r} is none of {options}")
+        is_text = not isinstance(value, bool | list | tuple | dict)
+        if is_text and (text in options or str in options):
+            return text
+        if not is_text or (int not in options and float not in options):
+            raise ValueError(f"{value!r} is none of {options}")
         number = int if int in options else float
         return parse_number(text, number, self.thousand, self.metavar == "PERCENT")
-
-    def read(self, value: Any) -> Any:
-        """A value of a file in the flag's type: a number may be quoted. ValueError as for a text."""
-        if isinstance(value, list | tuple) and self.many:
-            return tuple(map(self.read, value))
-        if isinstance(value, bool) and bool in self.options:
-            return value
-        if isinstance(value, bool | list | tuple | dict):
-            raise ValueError(f"{value!r} is none of {self.options}")
-        return self.parse(str(value))
 
 
 def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
@@ -487,11 +488,6 @@ def flag_of(name: str) -> str:
 def field_of(arg: str) -> str:
     """A word of the command line as a field: seq_len for --seq-len=4096."""
     return arg.partition("=")[0].lstrip("-").replace("-", "_")
-
-
-def given_fields(argv: Iterable[str]) -> list[str]:
-    """The flags of a command line, as fields."""
-    return [field_of(arg) for arg in argv if arg.startswith("--")]
 
 
 def to_argv(flags: Mapping[str, Any]) -> list[str]:
