@@ -35,6 +35,8 @@ SHARDED = (Script.FSDP, Script.PP)
 # --pp of train_pp.py without the flag.
 USUAL_STAGES = 2
 LARGEST = 2**31
+# Words of YAML.
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # Compile modes that record CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -79,9 +81,7 @@ class Flag:
         return [option for option in options if option is not NoneType]
 
     def read(self, value: Any) -> Any:
-        """The flag's value of a text or of a file, where a number may be quoted; or ValueError."""
-        if value is None:
-            return None
+        """The flag's value of a text, or of a value in JSON; ValueError if it is none."""
         if self.many:
             several = value if isinstance(value, list | tuple) else [value]
             return tuple(map(self._read_one, several))
@@ -89,10 +89,8 @@ class Flag:
 
     def _read_one(self, value: Any) -> Any:
         options, text = self.options, str(value)
-        if value is False and "off" in options:  # as YAML reads it
-            return "off"
-        if bool in options and text.lower() in ("true", "false"):
-            return text.lower() == "true"
+        if bool in options and text.lower() in SWITCH:
+            return SWITCH[text.lower()]
         is_text = not isinstance(value, bool | list | tuple | dict)
         if is_text and (text in options or str in options):
             return text

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from llm_train_bench.settings.flags import (
 from llm_train_bench.settings.other_names import in_our_words, no_such_flag, read_value
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """YAML with unique keys and without aliases.
+class Texts(yaml.BaseLoader):
+    """YAML whose values are texts, which flags read as on a command line; unique keys, no aliases.
 
     The library would silently drop the first of two equal keys, and a few aliases can stand for
     billions of values.
@@ -49,23 +48,11 @@ class UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _plain_int(loader: UniqueKeys, node: yaml.ScalarNode) -> int:
-    """YAML 1.1 reads 010 as eight and 1:30 as ninety; no author means that."""
-    if not re.fullmatch(r"[+-]?(0|[1-9]\d*)", node.value):
-        why = f"{node.value} is not a plain number; quote what is a text"
-        raise yaml.MarkedYAMLError(None, None, why, node.start_mark)
-    return loader.construct_yaml_int(node)
-
-
-UniqueKeys.add_constructor("tag:yaml.org,2002:int", _plain_int)
-
-
 def parse_yaml(text: str) -> Any:
-    """YAML from any source; ValueError with one line for anything else, and for a false !!tag."""
-    wrong = yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+    """YAML from any source, its values as texts; ValueError with one line for anything else."""
     try:
-        return yaml.load(text, UniqueKeys)
-    except wrong as error:
+        return yaml.load(text, Texts)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(one_line(error)) from None
 
 
@@ -88,12 +75,12 @@ def read_run_file(path: Path, script: Script | None, given: Mapping[str, Any]) -
         text = plain_text(path, 256)
         content = parse_yaml(text)
         if isinstance(content, dict) and "schema_version" in content:
-            content = parse_json(text)  # YAML 1.1 takes 6e-05 for a text
+            content = parse_json(text)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"is neither YAML nor JSON: {error}") from None
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+    if not isinstance(content, dict):
         raise UsageError("must hold names with values: config, and flags")
     if content.keys() & {"experiment", "models", "grid", "cells"}:
         raise UsageError("is an experiment, of several runs; use python sweep.py FILE")
@@ -127,14 +114,14 @@ def read_run_file(path: Path, script: Script | None, given: Mapping[str, Any]) -
 def read_flags(flags: Mapping[str, Any], known: Set[str], where: str = "") -> dict[str, Any]:
     """The flags of a file in their types; UsageError, after `where`, for a name or value that is none.
 
-    `none` is what labels and tables write of a flag that is left out.
+    `none` is what labels and tables write of a flag that is left out, as YAML's null leaves it.
     """
     if wrong := sorted(flags.keys() - known):
         raise UsageError(f"{where}{wrong[0]}: {no_such_flag(wrong[0], SETTABLE)}")
     read = {}
     for name, value in flags.items():
         flag = declared(Args)[name]
-        absent = value == "none" and flag.optional
+        absent = value in (None, "", "~", "null") or (value == "none" and flag.optional)
         read[name] = None if absent else read_value(flag, name, value, where)
     return read
 
@@ -172,8 +159,8 @@ def unknown_settings(args: Mapping[str, Any]) -> dict[str, Any]:
 def _can_be(name: str, value: Any) -> bool:
     """Whether this version has such a flag, and the flag such a value."""
     flag = declared(Args).get(name)
-    if flag is None or (value is None and not flag.optional):
-        return False
+    if flag is None or value is None:
+        return flag is not None and flag.optional
     with contextlib.suppress(ValueError):
         return flag.read(value) == value
     return False
