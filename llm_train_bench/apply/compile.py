@@ -125,12 +125,6 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
     return CompileError(f"torch.compile failed in {where}: {text}; {advice}")
 
 
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Errors of torch._dynamo; the last, for too many recompilations, has another base."""
-    module = sys.modules.get("torch._dynamo.exc")
-    return (module.TorchDynamoException, module.FailOnRecompileLimitHit) if module else ()
-
-
 @contextlib.contextmanager
 def compile_errors_named(where: str) -> Iterator[None]:
     """Turn a compiler's exception in here into a CompileError that names a part of the model.
@@ -139,5 +133,7 @@ def compile_errors_named(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except _compiler_errors() as error:
+    except Exception as error:
+        if "torch._dynamo.exc" not in {kind.__module__ for kind in type(error).__mro__}:
+            raise
         raise compile_error(error, where) from error

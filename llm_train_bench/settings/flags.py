@@ -387,8 +387,8 @@ class ProfileFlags:
 
     profile: bool = flag(False, OUTPUT, common=True)
     profile_steps: int = flag(3, OUTPUT, needs="profile", at_least=1, at_most=10**5)
-    nsys_start: int | None = flag(None, OUTPUT, at_least=0)
-    nsys_end: int | None = flag(None, OUTPUT)
+    nsys_start: int | None = flag(None, OUTPUT, at_least=0, at_most=10**7)
+    nsys_end: int | None = flag(None, OUTPUT, at_most=10**7)
     no_observe: bool = flag(False, OUTPUT)
     memory_snapshot: bool = flag(False, OUTPUT)
     peak_tflops: float | None = flag(None, OUTPUT, above=0)
