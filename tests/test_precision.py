@@ -236,7 +236,7 @@ def te_in_place(monkeypatch):
     """Transformer Engine's modules by tests/te_standin.py, which computes in high precision."""
     monkeypatch.setattr(fp8_te, "import_te", lambda device, flag: te_standin)
     monkeypatch.setattr(fp8_te, "make_recipe", lambda te, kind: kind)
-    monkeypatch.setattr(fp8_te, "version", lambda: "stand-in")
+    monkeypatch.setitem(sys.modules, "transformer_engine", mock.Mock(__version__="stand-in"))
     modules = []
 
     def remembered(self, *args, real=te_standin.Module.__init__, **kwargs):
