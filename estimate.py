@@ -24,8 +24,8 @@ from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
 from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS
 from llm_train_bench.model.config import load_config
-from llm_train_bench.settings.command_line import parse_dataclass, parse_words, with_file
-from llm_train_bench.settings.flags import Script, given_fields
+from llm_train_bench.settings.command_line import make_args, parse_flags
+from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import Plan
 from llm_train_bench.settings.rules import refuse_foreign
 
@@ -33,8 +33,12 @@ from llm_train_bench.settings.rules import refuse_foreign
 @tool("estimate.py")
 def main(argv: Sequence[str]) -> int:
     """Estimate and print; returns 0, 4 if it does not fit, or 2 for bad input."""
-    words, file = with_run_file(argv)
-    args = parse_dataclass(predict.EstimateArgs, words, "estimate.py")
+    values, file = parse_flags(predict.EstimateArgs, argv, "estimate.py")
+    if file and file.ranks:
+        values.setdefault("gpus", file.ranks)
+    if file and file.script not in (None, Script.ONE):
+        values.setdefault("parallel", file.script.name.lower())
+    args = make_args(predict.EstimateArgs, values)
     if args.config in set(Script):
         raise UsageError(
             f"{args.config}: estimate.py takes no script; use --parallel ddp, fsdp or pp"
@@ -45,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--from: is for {file.script}; --gpus says how many run it")
     script = predict.script_of(args.pp, args)
     if not args.plan:
-        refuse_foreign(given_fields(words), script)
+        refuse_foreign(values, script)
     if args.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., or cpu")
     if args.plan:
-        refuse_beside_plan(parse_words(predict.EstimateArgs, words, "estimate.py"))
+        refuse_beside_plan(values)
         config = load_config(args.config, args.pad_vocab, args.layers)
         return show_plans(args, functools.partial(dataclasses.replace, args), config)
     if "," in args.gpu and device_called(args.gpu) is None:
@@ -88,19 +92,6 @@ def main(argv: Sequence[str]) -> int:
     for change in predict.nearest_changes(planned, plan.work, gpu):
         print(change)
     return 0 if estimate.fits else 4
-
-
-def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
-    """The command line with what --from FILE holds, its script and ranks too; and the file's facts."""
-    words, file = with_file(argv, None, predict.EstimateArgs, "estimate.py")
-    if file is None:
-        return words, None
-    flags = given_fields(argv)
-    if file.ranks and "gpus" not in flags:
-        words += ["--gpus", str(file.ranks)]
-    if file.script not in (None, Script.ONE) and "parallel" not in flags:
-        words += ["--parallel", file.script.name.lower()]
-    return words, file
 
 
 if __name__ == "__main__":

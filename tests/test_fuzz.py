@@ -79,7 +79,7 @@ READERS = {  # a tool, and the words before and after the file
         ("result.json", f'{{"schema_version": 3, "metrics": {DEEP}', "compare"),
         ("result.json", DEEP, "gate"), ("result.json", DEEP, "calibrate"),
         ("run.yaml", "config: " + DEEP[:5000], "from"),
-        ("run.yaml", "config: x\nbsz: !!bool 7\n", "from"),
+        ("run.yaml", "config: x\nbsz: !!bool x\n", "from"),
         ("result.json", '{"schema_version": 2, "args": [1]}', "from"),
         ("e.yaml", "experiment: !!timestamp x\n", "sweep"), ("index.json", DEEP, "config"),
         ("e.yaml", DEEP[:5000], "sweep"), ("x.json", DEEP, "trace"),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.utils as dynamo
-from torch.backends import cuda, mkldnn
 
 import train
 from llm_train_bench.apply.compile import key_compiled_code
@@ -23,27 +22,14 @@ from tests.processes import forked
 
 TINY = words("configs/gpt2-tiny.json --bsz 2 --seq-len 32 --warmup-steps 1 --n-steps 3 --device cpu "
              "--no-tensorboard")  # fmt: skip
-SDP = {
-    name: (getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"))
-    for name in ("flash", "mem_efficient", "math", "cudnn")
-}
 
 
 @pytest.fixture
 def switches(tmp_path, monkeypatch):
-    """Compiler caches that nobody else has, and process-wide switches that are put back."""
+    """Compiler caches that nobody else has, and the tag of their keys, which is put back."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     tag = torch.compiler.config.cache_key_tag
-    before = {name: read() for name, (read, _) in SDP.items()}
-    order = torch._C._get_sdp_priority_order()
-    reduction = cuda.fp16_bf16_reduction_math_sdp_allowed()
-    matmul = mkldnn.matmul.fp32_precision
     yield
-    for name, (_, allow) in SDP.items():
-        allow(before[name])
-    torch._C._set_sdp_priority_order(order)
-    cuda.allow_fp16_bf16_reduction_math_sdp(reduction)
-    mkldnn.matmul.fp32_precision = matmul
     torch.compiler.config.cache_key_tag = tag
     torch._dynamo.reset()
 
@@ -56,32 +42,25 @@ def compiled(function, *inputs):
     return out, dynamo.counters["inductor"]["fxgraph_cache_miss"] > before
 
 
-FLASH = "torch.nn.attention._registry.current_flash_attention_impl"
-FLIPS = {name: lambda m, name=name: SDP[name][1](False) for name in SDP} | {
-    "order": lambda m: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
-    "math_reduction": lambda m: cuda.allow_fp16_bf16_reduction_math_sdp(True),
-    "flash_version": lambda m: m.setattr(FLASH, lambda: "FA4"),
-    "onednn_precision": lambda m: setattr(mkldnn.matmul, "fp32_precision", "bf16"),
-    "fp8_emulated": None,
-}
+SWITCHES = ["", "--attention math", "--attention flash", "--linear onednn",
+            "--use-fp8 --fp8-backend torchao --fp8-emulate"]  # fmt: skip
 
 
-def test_each_switch_is_in_the_key_of_compiled_code(switches, monkeypatch):
-    """One graph, compiled again and again into one cache: only a flipped switch makes new code."""
+def test_each_switch_is_in_the_key_of_compiled_code(switches):
+    """One graph, compiled again and again into one cache: only another switch makes new code."""
     a = torch.randn(4, 4)
-    key_compiled_code(False)
-    assert compiled(torch.mm, a, a)[1] and not compiled(torch.mm, a, a)[1]
-    for name, flip in FLIPS.items():
-        if flip:
-            flip(monkeypatch)
-        key_compiled_code(name == "fp8_emulated")
-        assert compiled(torch.mm, a, a)[1], name
-        assert not compiled(torch.mm, a, a)[1], name
+    for flags in SWITCHES:
+        work = plan_of(
+            [*TINY, "--amp", "bf16" if "fp8" in flags else "off", *words(flags)], platform="cpu"
+        ).work
+        key_compiled_code(work)
+        assert compiled(torch.mm, a, a)[1], flags
+        assert not compiled(torch.mm, a, a)[1], flags
 
 
 def test_the_user_s_own_tag_is_kept(switches, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "mine-")
-    key_compiled_code(False)
+    key_compiled_code(plan_of(TINY, platform="cpu").work)
     assert torch.compiler.config.cache_key_tag.startswith("mine-")
 
 

@@ -55,7 +55,7 @@ def is_plain_linear(weight: Weight, work: Work) -> bool:
 
 def apply_blocks(model: Transformer, work: Work, fp8: Fp8, device: torch.device) -> None:
     """Let blocks recompute, compile them, then keep what they save on the host: each wraps the last."""
-    key_compiled_code(bool(work.fp8 and work.fp8.emulated), work.linear or "plain")
+    key_compiled_code(work)
     apply_recompute(model, work.recompute, fp8, work.compiled)
     apply_compile(model, work.compile_mode, work.exact_casts)
     apply_offload(model, work.offload, device)

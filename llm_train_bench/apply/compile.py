@@ -1,14 +1,11 @@
 """torch.compile, block by block: applying it, counting what it did, and saying what failed."""
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
-import json
 import logging
-import operator
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,51 +13,20 @@ import torch
 import torch.compiler.config
 
 from llm_train_bench.base.errors import CompileError
+from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.operators import OwnFunction
 from llm_train_bench.model.transformer import Transformer
 
 
-@dataclasses.dataclass(frozen=True)
-class CompileCounts:
-    """The work of torch.compile in this process so far."""
+def key_compiled_code(work: Work) -> None:
+    """Make what PyTorch leaves out a part of each compiler cache's key, beside the user's tag.
 
-    seconds: float = 0.0
-    graphs: int = 0
-    graph_breaks: int = 0
-    recompilations: int = 0
-    graphs_recorded_again: int = 0
-    graphs_refused: int = 0
-    from_cache: int = 0
-    generated: int = 0
-
-    def __sub__(self, before: "CompileCounts") -> "CompileCounts":
-        return CompileCounts(*map(operator.sub, vars(self).values(), vars(before).values()))
-
-
-def key_compiled_code(fp8_emulated: bool, linear: str = "plain") -> None:
-    """Make switches that PyTorch leaves out a part of each compiler cache's key, beside the user's tag.
-
-    They change compiled code, and code that another process compiled under other ones would be reused
-    (pytorch/pytorch#185449). cuda.matmul's precision and Inductor's settings are in the key; call this
-    after setting them.
+    Attention's kernels, emulated FP8 and the library of linear layers change compiled code, and code that
+    another process compiled under other ones would be reused (pytorch/pytorch#185449).
     """
-    cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
-    flash = sys.modules.get("torch.nn.attention._registry")
-    switches = {
-        "flash": cuda.flash_sdp_enabled(),
-        "cudnn": cuda.cudnn_sdp_enabled(),
-        "efficient": cuda.mem_efficient_sdp_enabled(),
-        "math": cuda.math_sdp_enabled(),
-        "order": torch._C._get_sdp_priority_order(),
-        "math_reduction": cuda.fp16_bf16_reduction_math_sdp_allowed(),
-        "flash_version": flash and flash.current_flash_attention_impl(),
-        "onednn": [mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision],
-        "fp8_emulated": fp8_emulated,
-        "linear": linear,
-    }
-    text = json.dumps(switches, sort_keys=True)
+    switches = work.attention.causal, bool(work.fp8 and work.fp8.emulated), work.linear
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
-    torch.compiler.config.cache_key_tag = tag + hashlib.sha256(text.encode()).hexdigest()[:16]
+    torch.compiler.config.cache_key_tag = f"{tag}{switches}"
 
 
 def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = False) -> None:
@@ -106,26 +72,26 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
     model.loss.compile_chunks(lambda chunk: compile_errors_named("loss")(compiler(chunk)))
 
 
-def compile_counts() -> CompileCounts:
-    """Wall time (since torch._dynamo.reset) and counts since the process started.
+def compile_counts() -> Counter[str]:
+    """What torch.compile has done since the process started, and its `seconds` of wall time.
 
     PyTorch keeps a record of the last 64 compilations; recompilations are counted in it.
     """
     if "torch._dynamo" not in sys.modules:
-        return CompileCounts()
+        return Counter()
     import torch._dynamo.utils as dynamo
 
-    events = dynamo.get_compilation_metrics()
-    return CompileCounts(
-        seconds=dynamo.calculate_time_spent().get("total_wall_time", 0.0),
+    events, inductor = dynamo.get_compilation_metrics(), dynamo.counters["inductor"]
+    seconds: Any = dynamo.calculate_time_spent().get("total_wall_time", 0.0)
+    return Counter(
+        seconds=seconds,
         graphs=dynamo.counters["stats"]["unique_graphs"],
         graph_breaks=sum(dynamo.counters["graph_break"].values()),
         recompilations=sum(bool(event.recompile_reason) for event in events),
         graphs_recorded_again=_graphs_recorded_again(),
-        graphs_refused=dynamo.counters["inductor"]["cudagraph_skips"],
-        from_cache=dynamo.counters["inductor"]["fxgraph_cache_hit"],
-        generated=dynamo.counters["inductor"]["fxgraph_cache_miss"]
-        + dynamo.counters["inductor"]["fxgraph_cache_bypass"],
+        graphs_refused=inductor["cudagraph_skips"],
+        from_cache=inductor["fxgraph_cache_hit"],
+        generated=inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"],
     )
 
 
@@ -159,12 +125,6 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
     return CompileError(f"torch.compile failed in {where}: {text}; {advice}")
 
 
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Errors of torch._dynamo; the last, for too many recompilations, has another base."""
-    module = sys.modules.get("torch._dynamo.exc")
-    return (module.TorchDynamoException, module.FailOnRecompileLimitHit) if module else ()
-
-
 @contextlib.contextmanager
 def compile_errors_named(where: str) -> Iterator[None]:
     """Turn a compiler's exception in here into a CompileError that names a part of the model.
@@ -173,5 +133,7 @@ def compile_errors_named(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except _compiler_errors() as error:
+    except Exception as error:
+        if "torch._dynamo.exc" not in {kind.__module__ for kind in type(error).__mro__}:
+            raise
         raise compile_error(error, where) from error

@@ -32,6 +32,7 @@ class SyntheticTokens:
     AHEAD = 2**17  # tokens made at once: a MiB
     packing: Packing | None = None
     global_batch = 1
+    until = None
 
     def __init__(self, vocab_size: int, bsz: int, seq_len: int, seed: int, device: torch.device):
         self.vocab_size, self.bsz, self.seed, self.stride = vocab_size, bsz, seed, seq_len + 1
@@ -82,9 +83,10 @@ class FileTokens:
         starts = [self.windows.start(min(sample, last)) for sample in range(first, first + n)]
         return np.stack([self.tokens[s : s + self.seq_len + 1] for s in starts])
 
-    def __getitem__(self, first: int) -> Tensor:
-        """(bsz, seq_len + 1) int64 ids of the samples from number `first` on, on the CPU."""
-        return torch.from_numpy(self.rows(first, self.bsz).astype(np.int64))
+    def micro_batches(self, plan: range) -> Iterator[Tensor]:
+        """(bsz, seq_len + 1) int64 ids for each first sample of a plan, on the CPU."""
+        for first in plan:
+            yield torch.from_numpy(self.rows(first, self.bsz).astype(np.int64))
 
     def check(self, n_samples: int) -> None:
         """UsageError if one of the samples 0 ... n_samples - 1 holds an id outside the vocabulary."""
@@ -167,13 +169,9 @@ def repeating_last(items: Iterator) -> Iterator:
 
 def batches(source: Source, plan: range, device: torch.device) -> Iterator[MicroBatch]:
     """Micro batches of the plan on the device."""
-    if isinstance(source, SyntheticTokens):
-        rows = source.micro_batches(plan)
-    else:
-        rows = (source[first] for first in plan)
     step, weight = range(0), 1.0
-    until = source.until if isinstance(source, FileTokens) else None
-    for first, ids in zip(plan, rows, strict=False):
+    until = source.until
+    for first, ids in zip(plan, source.micro_batches(plan), strict=False):
         if ids.device.type != device.type:
             ids = ids.pin_memory().to(device, non_blocking=True)
         inputs, labels = ids[:, :-1], ids[:, 1:]
@@ -200,6 +198,6 @@ def _masked(source: Source, samples: np.ndarray, seq_len: int) -> np.ndarray:
     masked = np.zeros((len(samples), seq_len), dtype=bool)
     if source.packing is not None:
         masked |= source.packing.begins(samples)[:, 1:]
-    if isinstance(source, FileTokens) and source.until is not None:
+    if source.until is not None:
         masked[samples >= source.until] = True
     return masked

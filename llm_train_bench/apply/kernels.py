@@ -4,7 +4,6 @@ import contextlib
 import warnings
 
 import torch
-import torch.nn.functional as F
 
 from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.base.errors import UsageError
@@ -32,50 +31,32 @@ def select_attention(work: Work, device: torch.device) -> str | None:
         config, dtype = work.config, AMP_DTYPES[work.amp]
         size = max(config.head_dim, config.value_dim)
         return piece_kernel(device, dtype, size, work.windowed).name
-    if kernel.causal in KERNELS:
-        _probe(work, device)
-    return "blocks" if kernel.causal == "blocks" else _chosen_kernel(work, device)
+    if kernel.causal == "blocks":
+        return "blocks"
+    chosen = _chosen_kernel(work, device)
+    if kernel.causal in KERNELS and chosen is None:
+        config, dtype = work.config, str(AMP_DTYPES[work.amp]).removeprefix("torch.")
+        n, groups = config.num_attention_heads, config.num_key_value_heads
+        extras = " with dropout" if config.attention_dropout else ""
+        raise UsageError(
+            f"--attention {kernel.causal}: that kernel cannot run {n} heads over {groups} key/value "
+            f"heads of {config.head_dim} in {dtype} on {device.type}{extras}; use --attention auto"
+        )
+    return chosen
 
 
 def _chosen_kernel(work: Work, device: torch.device) -> str | None:
-    q, k, v = _inputs(work, min(work.batch.seq_len, 512), device)
-    dropout, gqa = work.config.attention_dropout, q.shape != k.shape
-    with contextlib.suppress(RuntimeError, AttributeError, KeyError, TypeError):
-        number = torch.ops.aten._fused_sdp_choice(q, k, v, None, dropout, True, enable_gqa=gqa)
-        return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}[number]
-    return None
-
-
-def _inputs(work: Work, T: int, device: torch.device):
-    """Queries, keys, values as in model/layers.py's `attend`: zeros (1, heads, T, elements)."""
-    config, dtype = work.config, AMP_DTYPES[work.amp]
+    """The kernel that PyTorch chooses among those allowed; None for none, or where it does not tell."""
+    config, dtype, T = work.config, AMP_DTYPES[work.amp], min(work.batch.seq_len, 512)
     n, groups = config.num_attention_heads, config.num_key_value_heads
-    if device.type == "cuda" and dtype == torch.float32:
+    if device.type == "cuda" and dtype == torch.float32:  # as in model/layers.py's `attend`
         groups = n
     options = {"device": device, "dtype": dtype, "requires_grad": True}
     sizes = ((n, config.head_dim), (groups, config.head_dim), (groups, config.value_dim))
-    return [torch.zeros(1, heads, T, size, **options) for heads, size in sizes]
-
-
-def _probe(work: Work, device: torch.device) -> None:
-    """Run the one allowed kernel on a small case of the model's heads."""
-    config, name = work.config, work.attention.causal
-    q, k, v = _inputs(work, 16, device)
-    try:
-        if device.type == "cpu" and name not in ("flash", "math"):
-            raise RuntimeError("No available kernel on a CPU")
-        with warnings.catch_warnings():  # torch explains at length why it refused a kernel
-            warnings.simplefilter("ignore")
-            dropout, gqa = config.attention_dropout, q.shape != k.shape
-            y = F.scaled_dot_product_attention(q, k, v, None, dropout, True, enable_gqa=gqa)
-            y.sum().backward()
-    except RuntimeError as error:
-        # The second is a GPU's message (torch 2.11).
-        if not any(text in str(error) for text in ("No available kernel", "Invalid backend")):
-            raise
-        extras = " with dropout" if config.attention_dropout else ""
-        raise UsageError(
-            f"--attention {name}: that kernel cannot run {q.shape[1]} heads over {k.shape[1]} "
-            f"key/value heads of {config.head_dim} in {str(q.dtype).removeprefix('torch.')} on "
-            f"{device.type}{extras}; use --attention auto"
-        ) from None
+    q, k, v = (torch.zeros(1, heads, T, size, **options) for heads, size in sizes)
+    with contextlib.suppress(RuntimeError, AttributeError, TypeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch explains at length why it refused a kernel
+        choice, dropout = torch.ops.aten._fused_sdp_choice, config.attention_dropout
+        number = choice(q, k, v, None, dropout, True, enable_gqa=groups != n)
+        return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(number)
+    return None

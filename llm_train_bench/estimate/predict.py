@@ -26,8 +26,8 @@ from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed, step_joules
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.settings.command_line import parse_args, parse_dataclass
-from llm_train_bench.settings.flags import Args, Script, flag, given_fields, to_argv
+from llm_train_bench.settings.command_line import make_args, parse_args, parse_flags
+from llm_train_bench.settings.flags import Args, Script, flag, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
 from llm_train_bench.settings.rules import refuse_foreign
 
@@ -229,9 +229,10 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
         if name in asked:
             raise UsageError(f"estimate_step: {name} is only for estimate.py")
     words = [os.fspath(config), *to_argv(asked)]
-    args = parse_dataclass(EstimateArgs, words, "estimate_step")
+    values, _ = parse_flags(EstimateArgs, words, "estimate_step")
+    args = make_args(EstimateArgs, values)
     script = script_of(args.pp, args)
-    refuse_foreign(given_fields(words), script)
+    refuse_foreign(values, script)
     device = device_of(gpu, args)
     has = {"memory_gib": device.memory_gib, "native_amp": device.native_amp}
     has["imbalance"] = args.imbalance

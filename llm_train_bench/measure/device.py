@@ -56,11 +56,10 @@ def nccl_version() -> str | None:
 
 
 def gpu_of(device: torch.device) -> str | None:
-    """What tells a GPU from all others; None for a CPU, and where PyTorch cannot tell."""
+    """What tells a GPU from all others; None for a CPU."""
     if device.type != "cuda":
         return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return None if uuid is None else str(uuid)
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def platform_of(device: torch.device) -> Platform:

@@ -67,8 +67,8 @@ class MeasuredWindow:
             device=use,
             memory=peak_memory(self.device),
             probe_tflops=self.probe_tflops,
-            compile_s=compiled.seconds,
-            graphs_recorded=compiled.graphs_recorded_again if self.cuda_graphs else None,
+            compile_s=compiled["seconds"],
+            graphs_recorded=compiled["graphs_recorded_again"] if self.cuda_graphs else None,
             cpu_seconds=cpu and began and tuple(b - a for a, b in zip(began, cpu, strict=True)),
         )
         return gather(self.ranks, times)

@@ -156,8 +156,8 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     o = observe(trace, work.trains, work.world)
     o.paths = noted_paths()
     compiled = compile_counts()
-    if work.compiled or compiled.graphs:
-        o.graphs_from_cache, o.graphs_generated = compiled.from_cache, compiled.generated
+    if work.compiled or compiled["graphs"]:
+        o.graphs_from_cache, o.graphs_generated = compiled["from_cache"], compiled["generated"]
     flex = work.attention.masked == "flex"
     on_gpu, asked = run.device.type == "cuda", "flex" if flex else work.attention.causal
     unnamed = flex if not on_gpu else not trace.gpu  # no kernel has a name there

@@ -6,13 +6,14 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import torch
 
-from llm_train_bench.apply.compile import CompileCounts, compile_counts
+from llm_train_bench.apply.compile import compile_counts
 from llm_train_bench.base.errors import CompileError, UsageError
 from llm_train_bench.base.files import how_to_install
 from llm_train_bench.measure.device import peak_memory, synchronize
@@ -68,7 +69,7 @@ class RunRecord:
         on_main(self.ranks, self.open_files)
         self.started = time.perf_counter()
         self.compiled_at_start = compile_counts()
-        seconds = (lambda: compile_counts().seconds) if self.compiles else lambda: 0.0
+        seconds = (lambda: compile_counts()["seconds"]) if self.compiles else lambda: 0.0
         self.log = StepLog(self.device, self.n_steps, [*self.sinks], held, seconds)
         name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
         path = self.directory / name
@@ -206,9 +207,9 @@ class RunRecord:
             if shows:
                 say(line)
 
-    def fill_compile_counts(self) -> CompileCounts:
+    def fill_compile_counts(self) -> Counter[str]:
         """The compilations since the run's start, into the result too."""
         m, counts = self.result.metrics, compile_counts() - self.compiled_at_start
-        m.compile_s, m.n_compiled_graphs = counts.seconds, counts.graphs
-        m.n_graph_breaks, m.n_recompilations = counts.graph_breaks, max(0, counts.recompilations)
+        m.compile_s, m.n_compiled_graphs = float(counts["seconds"]), counts["graphs"]
+        m.n_graph_breaks, m.n_recompilations = counts["graph_breaks"], counts["recompilations"]
         return counts

@@ -157,8 +157,8 @@ class Run(RunRecord):
         if not self.plan.work.compiled:
             return
         counts = self.fill_compile_counts()
-        if counts.graphs_refused and self.plan.work.cuda_graphs:
+        if counts["graphs_refused"] and self.plan.work.cuda_graphs:
             self.result.remark(
-                f"{counts.graphs_refused} compiled graphs run without CUDA graphs, which PyTorch "
+                f"{counts['graphs_refused']} compiled graphs run without CUDA graphs, which PyTorch "
                 "refused for them; TORCH_LOGS=cudagraphs says why"
             )

@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from llm_train_bench.base.errors import UsageError, did_you_mean
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.machine import version_text
 from llm_train_bench.model.json_files import shipped_config
 from llm_train_bench.settings.flags import (
@@ -18,48 +19,80 @@ from llm_train_bench.settings.flags import (
     defaults,
     field_of,
     flag_of,
-    given_fields,
-    to_argv,
 )
 from llm_train_bench.settings.help_text import help_text
-from llm_train_bench.settings.other_names import VALUES, in_our_words, no_such_flag, replacement
+from llm_train_bench.settings.other_names import (
+    allowed,
+    in_our_words,
+    no_such_flag,
+    read_value,
+    replacement,
+)
 from llm_train_bench.settings.rules import check, refuse_foreign
 
+if TYPE_CHECKING:
+    from llm_train_bench.settings.run_file import RunFile
+
 Parsed = TypeVar("Parsed")
+FROM = Flag(metavar="FILE", annotation=str)
 
 
 def parse_args(argv: Sequence[str], script: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
     script = Script(script)
-    arguments = with_file(argv, script, Args, script)[0]
-    args = parse_dataclass(Args, arguments, script, script)
-    one = args.grad_acc_steps == 1 and "grad_acc_steps" in given_fields(arguments)
-    if script is Script.PP and one:
+    values, _ = parse_flags(Args, argv, script, script)
+    if script is Script.PP and values.get("grad_acc_steps") == 1:
         raise UsageError(
             "--grad-acc-steps 1: a pipeline needs as many micro batches as stages, or more; leave it out "
             "for 2 x --pp"
         )
-    return check(args, script)
+    return check(make_args(Args, values), script)
 
 
-def with_file(
-    argv: Sequence[str], script: Script | None, kind: type, prog: str
-) -> tuple[list[str], Any]:
-    """A command line in our words, with `--from FILE` replaced by what the file holds; and that.
+def parse_dataclass(kind: type[Parsed], argv: Sequence[str], prog: str) -> Parsed:
+    """A tool's command line as a dataclass of flags; UsageError for what cannot be parsed."""
+    return make_args(kind, parse_flags(kind, argv, prog)[0])
 
-    Flags and a config on the command line override the file's. None without --from.
+
+def parse_flags(
+    kind: type, argv: Sequence[str], prog: str, script: Script | None = None
+) -> tuple[dict[str, Any], "RunFile | None"]:
+    """The values on a command line by flag, and the file of its --from FILE, whose values are below.
+
+    UsageError for what cannot be parsed. --help and --version print and exit with 0.
     """
-    argv = in_our_words(argv)
-    if asked_for(argv) or "from" not in given_fields(argv):
-        return argv, None
-    from llm_train_bench.settings.run_file import split_from  # needs YAML
+    if asked := asked_for(argv):
+        what, topic = asked
+        text = version_text() if what == "version" else help_text(kind, prog, script, topic)
+        with contextlib.suppress(BrokenPipeError):  # --help | head
+            print(text)
+        raise SystemExit(0)
+    values, file = parse_words(kind, argv, prog), None
+    if path := values.pop("from", None):
+        from llm_train_bench.settings.run_file import read_run_file  # needs YAML
 
-    arguments, file = split_from(argv, script)
-    if "config" not in parse_words(kind, arguments, prog):
-        if file.config is None:
-            raise UsageError("--from: its file names no config; give the model's config")
-        arguments = [file.config, *arguments]
-    return [*arguments, *to_argv(file.flags)], file
+        try:
+            file = read_run_file(Path(path), script, values)
+        except UsageError as error:
+            raise UsageError(f"--from {path}: {error}") from None
+        values = file.flags | values
+    if script:
+        refuse_foreign(values, script)  # also with their default values
+    return values, file
+
+
+def make_args(kind: type[Parsed], values: dict[str, Any]) -> Parsed:
+    """A dataclass of flags; UsageError if one is missing, or outside its bounds."""
+    for name, default in defaults(kind).items():
+        if default is dataclasses.MISSING and name not in values:
+            example = "; give a model config, for example configs/gpt2-125m.json"
+            missing = declared(kind)[name].metavar
+            raise UsageError(f"{missing} is missing{example if name == 'config' else ''}")
+    if "config" in values:
+        values = values | {"config": shipped_config(values["config"])}
+    parsed = kind(**(defaults(kind) | values))
+    check_bounds(parsed, () if kind is Args else values)
+    return parsed
 
 
 def asked_for(argv: Sequence[str]) -> tuple[str, str] | None:
@@ -73,36 +106,11 @@ def asked_for(argv: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
-def parse_dataclass(
-    kind: type[Parsed], argv: Sequence[str], prog: str, script: Script | None = None
-) -> Parsed:
-    """A command line as a dataclass of flags; UsageError for what cannot be parsed.
-
-    --help and --version print and exit with 0.
-    """
-    if asked := asked_for(argv):
-        what, topic = asked
-        text = version_text() if what == "version" else help_text(kind, prog, script, topic)
-        with contextlib.suppress(BrokenPipeError):  # --help | head
-            print(text)
-        raise SystemExit(0)
-    if script:
-        refuse_foreign(given_fields(argv), script)  # also with their default values
-    values, flags = parse_words(kind, argv, prog), declared(kind)
-    for name, flag in flags.items():
-        if defaults(kind)[name] is dataclasses.MISSING and name not in values:
-            example = "; give a model config, for example configs/gpt2-125m.json"
-            raise UsageError(f"{flag.metavar} is missing{example if name == 'config' else ''}")
-    if "config" in values:
-        values["config"] = shipped_config(values["config"])
-    parsed = kind(**(defaults(kind) | values))
-    check_bounds(parsed, values.keys() if script is None else ())
-    return parsed
-
-
 def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
     """The values of the flags on a command line by name; UsageError for what cannot be parsed."""
     flags, arguments = declared(kind), list(argv)
+    if issubclass(kind, Args):
+        flags, arguments = flags | {"from": FROM}, in_our_words(argv)
     values: dict[str, Any] = {}
     positionals = [name for name, flag in flags.items() if flag.positional]
     while arguments:
@@ -139,8 +147,7 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
             raise UsageError(f"{flag_of(name)}: is empty; was a variable of the shell not set?")
         if not texts:
             raise UsageError(f"{flag_of(name)}: needs a value: {allowed(flag)}")
-        parsed = tuple(_value(flag_of(name), flag, text) for text in texts)
-        values[name] = parsed if flag.many else parsed[0]
+        values[name] = read_value(flag, name, texts if flag.many else texts[0])
     return values
 
 
@@ -155,24 +162,3 @@ def _unknown(arg: str, texts: Sequence[str], flags: Mapping[str, Flag], prog: st
     own = [n for n, f in flags.items() if prog not in set(Script) or prog in f.scripts]
     hint = no_such_flag(arg, own)
     return UsageError(f"{written}: {hint}" + ("" if ";" in hint else f"; see {prog} --help"))
-
-
-def allowed(flag: Flag) -> str:
-    """The values that a flag takes, in words."""
-    names: dict[Any, Any] = {int: "a whole number", float: "a number", str: "text"}
-    *others, last = (names.get(o, o) for o in flag.options)
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _value(written: str, flag: Flag, text: str) -> Any:
-    """A flag's value of its text; UsageError with the values that are allowed."""
-    try:
-        return flag.parse(text)
-    except ValueError:
-        pass
-    if right := VALUES.get(f"{written} {text}"):
-        raise UsageError(f"{written} {text}: no such value; use {right}")
-    near = did_you_mean(
-        text.lower(), [option for option in flag.options if isinstance(option, str)]
-    )
-    raise UsageError(f"{written} {text}: must be {allowed(flag)}{near}")

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -35,6 +35,8 @@ SHARDED = (Script.FSDP, Script.PP)
 # --pp of train_pp.py without the flag.
 USUAL_STAGES = 2
 LARGEST = 2**31
+# Words of YAML.
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # Compile modes that record CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -78,27 +80,24 @@ class Flag:
         options = [option for part in parts for option in get_args(part) or (part,)]
         return [option for option in options if option is not NoneType]
 
-    def parse(self, text: str) -> Any:
-        """The value that a text stands for; ValueError if it is none of the flag's."""
-        options = self.options
-        if text in options or str in options:
+    def read(self, value: Any) -> Any:
+        """The flag's value of a text, or of a value in JSON; ValueError if it is none."""
+        if self.many:
+            several = value if isinstance(value, list | tuple) else [value]
+            return tuple(map(self._read_one, several))
+        return self._read_one(value)
+
+    def _read_one(self, value: Any) -> Any:
+        options, text = self.options, str(value)
+        if bool in options and text.lower() in SWITCH:
+            return SWITCH[text.lower()]
+        is_text = not isinstance(value, bool | list | tuple | dict)
+        if is_text and (text in options or str in options):
             return text
-        if bool in options and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        if int not in options and float not in options:
-            raise ValueError(f"{text!r} is none of {options}")
+        if not is_text or (int not in options and float not in options):
+            raise ValueError(f"{value!r} is none of {options}")
         number = int if int in options else float
         return parse_number(text, number, self.thousand, self.metavar == "PERCENT")
-
-    def read(self, value: Any) -> Any:
-        """A value of a file in the flag's type: a number may be quoted. ValueError as for a text."""
-        if isinstance(value, list | tuple) and self.many:
-            return tuple(map(self.read, value))
-        if isinstance(value, bool) and bool in self.options:
-            return value
-        if isinstance(value, bool | list | tuple | dict):
-            raise ValueError(f"{value!r} is none of {self.options}")
-        return self.parse(str(value))
 
 
 def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
@@ -388,8 +387,8 @@ class ProfileFlags:
 
     profile: bool = flag(False, OUTPUT, common=True)
     profile_steps: int = flag(3, OUTPUT, needs="profile", at_least=1, at_most=10**5)
-    nsys_start: int | None = flag(None, OUTPUT, at_least=0)
-    nsys_end: int | None = flag(None, OUTPUT)
+    nsys_start: int | None = flag(None, OUTPUT, at_least=0, at_most=10**7)
+    nsys_end: int | None = flag(None, OUTPUT, at_most=10**7)
     no_observe: bool = flag(False, OUTPUT)
     memory_snapshot: bool = flag(False, OUTPUT)
     peak_tflops: float | None = flag(None, OUTPUT, above=0)
@@ -487,11 +486,6 @@ def flag_of(name: str) -> str:
 def field_of(arg: str) -> str:
     """A word of the command line as a field: seq_len for --seq-len=4096."""
     return arg.partition("=")[0].lstrip("-").replace("-", "_")
-
-
-def given_fields(argv: Iterable[str]) -> list[str]:
-    """The flags of a command line, as fields."""
-    return [field_of(arg) for arg in argv if arg.startswith("--")]
 
 
 def to_argv(flags: Mapping[str, Any]) -> list[str]:

@@ -1,11 +1,13 @@
-"""Flags of other trainers and of earlier versions, and what replaces them. Needs no torch."""
+"""Names and values of flags: other trainers' names, and what to say of a wrong one. Needs no torch."""
 
+import contextlib
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from llm_train_bench.base.errors import did_you_mean
-from llm_train_bench.settings.flags import REMOVED
+from llm_train_bench.base.errors import UsageError, did_you_mean
+from llm_train_bench.settings.flags import REMOVED, Flag, flag_of
 
 
 def _by_name(answers: dict[str, str]) -> dict[str, str]:
@@ -58,3 +60,28 @@ def no_such_flag(flag: str, known: Iterable[str]) -> str:
         return f"no such flag; did you mean --{longer}?"
     cutoff = 0.75 if len(word) > 4 else 0.6  # of three letters, two may be swapped
     return f"no such flag{did_you_mean(word.lower(), words, cutoff, '--')}"
+
+
+def allowed(flag: Flag) -> str:
+    """The values that a flag takes, in words."""
+    names: dict[Any, Any] = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+    }
+    *others, last = (names.get(o, o) for o in flag.options)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def read_value(flag: Flag, name: str, value: Any, where: str = "") -> Any:
+    """A flag's value of a text or of a file; UsageError with `where` and the values that are allowed."""
+    with contextlib.suppress(ValueError):
+        return flag.read(value)
+    shown = " ".join(map(str, value)) if isinstance(value, list) else value
+    written = f"{flag_of(name)} {shown}"
+    if right := VALUES.get(written):
+        raise UsageError(f"{where}{written}: no such value; use {right}")
+    words = [option for option in flag.options if isinstance(option, str)]
+    near = did_you_mean(str(shown).lower(), words)
+    raise UsageError(f"{where}{written}: must be {allowed(flag)}{near}")

@@ -173,7 +173,8 @@ def make_plan(
             return make_plan(small, script, world, platform, config, memory_gib, native_amp)
 
         return sized(1) if memory_gib is None else largest_plan(sized, args.global_bsz, memory_gib)
-    amp = resolve_amp(args, script, config, platform, native_amp)
+    amp = resolve_amp(args, script, platform, native_amp)
+    check_expert_rows(config, amp)
     schedule = make_schedule(args, platform)
     seq_len = resolve_seq_len(args.seq_len, config)
     parallelism = resolve_parallelism(args, script, config, seq_len, world)
@@ -204,57 +205,48 @@ def make_plan(
         lora=resolve_lora(args, work),
         fp8=resolve_fp8_layers(args, work, platform),
     )
-    notes = note_slow_format(args, amp, config, platform)
+    notes = note_slow_format(args, amp, platform)
     args = dataclasses.replace(args, amp=amp)
     plan = Plan(script, args, platform, work, schedule, packing, notes)
     return plan if memory_gib is None else plan.within(memory_gib)
 
 
-def note_slow_format(
-    args: Args, amp: str, config: ModelConfig, platform: Platform
-) -> tuple[str, ...]:
-    """A note on a format that is slow here: a CPU has no instructions for it, or widths need fp32."""
-    if platform != "cpu" and args.amp == "auto" and amp == "off":
-        unfit = find_unfit_rows(config, "bf16")
-        return (f"--amp auto is off: {unfit}",) if unfit else ()
+def note_slow_format(args: Args, amp: str, platform: Platform) -> tuple[str, ...]:
+    """A note where a CPU has no instructions for the format."""
     if platform != "cpu" or amp not in machine.MULTIPLY or machine.cpu_multiplies(amp):
         return ()
     use = "; use --amp auto" if args.amp == amp else ""
     return (f"{amp}: {machine.SLOW_FORMAT}{use}",)
 
 
-def find_unfit_rows(config: ModelConfig, amp: str) -> str | None:
-    """Why rows of experts do not fill the 16 bytes that grouped matmuls load; None if they do."""
+def check_expert_rows(config: ModelConfig, amp: str) -> None:
+    """UsageError where rows of experts do not fill the 16 bytes that grouped matmuls load."""
     e = config.experts
     if e is None or math.gcd(config.hidden_size, e.size, e.latent or 0) % ROW_UNITS[amp] == 0:
-        return None
+        return
     latent = f", latent size {e.latent}" if e.latent else ""
-    sizes = f"hidden size {config.hidden_size}{latent} and expert size {e.size}"
-    return f"{sizes} must be multiples of {ROW_UNITS[amp]} under --amp {amp}; change the config"
+    raise UsageError(
+        f"{config.path}: hidden size {config.hidden_size}{latent} and expert size {e.size} must be "
+        f"multiples of {ROW_UNITS[amp]} under --amp {amp}; change the config, or use --amp off"
+    )
 
 
-def resolve_amp(
-    args: Args, script: Script, config: ModelConfig, platform: Platform, native: str | None
-) -> str:
+def resolve_amp(args: Args, script: Script, platform: Platform, native: str | None) -> str:
     """The format that --amp means: for auto the device's `native` one, or fp32 where that is refused.
 
     Without `native` it is that of current GPUs, or of this machine's CPU. FP8 and Transformer Engine
-    need bf16. UsageError for experts whose rows do not fill the 16 bytes that grouped matmuls load.
+    need bf16.
     """
-    amp = args.amp
-    if amp == "auto":
-        has_bf16 = platform != "cpu" or machine.cpu_multiplies("bf16")
-        formats = (native or ("bf16" if has_bf16 else "off"), "off", "bf16")
-        if args.use_fp8 or args.linear == "te":
-            formats = ("bf16", "off")
-        elif args.linear == "onednn":
-            formats = ("off", "bf16")
-        choices = [dataclasses.replace(args, amp=name) for name in formats]
-        allowed = [a.amp for a in choices if not broken_rule(a, script)]
-        amp = next((name for name in allowed if not find_unfit_rows(config, name)), formats[0])
-    if unfit := find_unfit_rows(config, amp):
-        raise UsageError(f"{config.path}: {unfit}")
-    return amp
+    if args.amp != "auto":
+        return args.amp
+    has_bf16 = platform != "cpu" or machine.cpu_multiplies("bf16")
+    formats = (native or ("bf16" if has_bf16 else "off"), "off", "bf16")
+    if args.use_fp8 or args.linear == "te":
+        formats = ("bf16", "off")
+    elif args.linear == "onednn":
+        formats = ("off", "bf16")
+    choices = (dataclasses.replace(args, amp=name) for name in formats)
+    return next((a.amp for a in choices if not broken_rule(a, script)), formats[0])
 
 
 def largest_plan(sized: Callable[[int], Plan], global_bsz: int | None, memory_gib: float) -> Plan:
@@ -287,19 +279,14 @@ def largest_plan(sized: Callable[[int], Plan], global_bsz: int | None, memory_gi
 def make_schedule(args: Args, platform: Platform) -> Schedule:
     """The steps of a run; UsageError for a capture that cannot be."""
     warmup, measured = args.warmup_steps, args.n_steps
-    latest = warmup + measured + PROFILER_WARMUP
     captured, profiler = range(0), None
     if args.profile:
-        captured, profiler = range(latest, latest + args.profile_steps), "torch"
+        first = warmup + measured + PROFILER_WARMUP
+        captured, profiler = range(first, first + args.profile_steps), "torch"
     elif args.nsys_start is not None:
         captured, profiler = range(args.nsys_start, args.nsys_end or 0), "nsys"
         if platform == "cpu":
             raise UsageError("--nsys-start: Nsight Systems profiles GPUs; use --profile on a CPU")
-        if captured.start > latest:
-            raise UsageError(
-                f"--nsys-start {captured.start}: a capture may begin at step {latest} at the latest, two "
-                "steps after the measured ones"
-            )
     if args.export and args.init_from and (Path(args.init_from) / FACTS).exists():
         return Schedule(0, 0)  # only a conversion: nothing is trained
     warmup_s = args.warmup_seconds

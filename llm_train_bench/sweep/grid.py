@@ -23,9 +23,8 @@ from llm_train_bench.settings.flags import (
     to_argv,
     usual_values,
 )
-from llm_train_bench.settings.other_names import no_such_flag
 from llm_train_bench.settings.plan import Plan, Platform, make_plan
-from llm_train_bench.settings.run_file import meant_value
+from llm_train_bench.settings.run_file import read_flags
 from llm_train_bench.sweep.experiment import Experiment, Flags
 
 
@@ -81,10 +80,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         layout = e.layouts.get(model) or e.layouts.get(Path(model).stem) or {}
         flags = e.training | e.platforms.get(platform, {}) | layout.get(platform, {})
         flags |= chosen | listed
-        if unknown := sorted(set(flags) - SETTABLE):
-            hint = no_such_flag(unknown[0], SETTABLE)
-            raise UsageError(f"{where}: {unknown[0]}: {hint}; {e.script} --help lists them")
-        flags = {name: meant_value(name, value, where) for name, value in flags.items()}
+        flags = read_flags(flags, SETTABLE, f"{where}: ")
         flags = _with_machine(flags, e, platform, where)
         ordered = tuple(sorted(flags.items()))
         script = Script.PP if flags.get("pp") and e.script is Script.FSDP else e.script

@@ -75,7 +75,9 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Fp8:
     library.quantization.FP8GlobalStateManager.reset()
     recipe = make_recipe(library, fp8.recipe)
     excluded = {name for name in TE_MODULES if not any(x.startswith(name) for x in fp8.layers)}
-    hooks = TransformerEngineFp8(library, recipe, version())
+    # AMD's distribution has another name than NVIDIA's, so ask the module.
+    version = importlib.import_module("transformer_engine").__version__
+    hooks = TransformerEngineFp8(library, recipe, version)
     for module in convert(model, library, excluded):
         if work.batch.grad_acc_steps > 1:  # sharded modules ignore it
             module.forward = hooks.cached(module.forward)
@@ -103,24 +105,17 @@ def import_te(device: torch.device, flag: str) -> types.ModuleType:
         ) from None
 
 
-def version() -> str:
-    """The installed Transformer Engine's; AMD's distribution has another name, so ask the module."""
-    return importlib.import_module("transformer_engine").__version__
-
-
 def make_recipe(te: types.ModuleType, kind: str):
     """A recipe object; UsageError where the hardware or the installed version lacks it."""
-    recipe, (name, support) = (
-        importlib.import_module("transformer_engine.common.recipe"),
-        RECIPES[kind],
-    )
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    name, support = RECIPES[kind]
     check = getattr(te.quantization.FP8GlobalStateManager, support, None)
-    if check is None or not hasattr(recipe, name):
-        raise UsageError(f"--fp8-recipe {kind}: Transformer Engine {version()} has none; update it")
+    if check is None or not hasattr(recipes, name):
+        raise UsageError(f"--fp8-recipe {kind}: this Transformer Engine has none; update it")
     usable, reason = check()
     if not usable:
         raise UsageError(f"--fp8-recipe {kind}: {reason}")
-    return getattr(recipe, name)()
+    return getattr(recipes, name)()
 
 
 def convert(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.base.errors import UsageError
@@ -19,9 +18,7 @@ from llm_train_bench.model.layout import HasWeights, Layout
 from llm_train_bench.model.products import ProductLinear, Products, replace_linear
 from llm_train_bench.model.shapes import present
 
-# The oldest with the functions of torchao.prototype.moe_training that are used here.
-PROTOTYPES = "0.18"
-# Their kernels take groups of a multiple of this many rows.
+# torchao's kernels of experts take groups of a multiple of this many rows.
 GROUP_ROWS = 16
 
 
@@ -96,17 +93,19 @@ def apply_torchao(model: HasWeights, work: Work, device: torch.device) -> Torcha
     """Convert the blocks' linear layers, in place; UsageError without the hardware or the library."""
     # Its compiled extensions serve other purposes, and warn where they do not fit the machine.
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
-    try:
-        import torchao
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        get = how_to_install("pip install -e '.[fp8]'")
-        raise UsageError(f"--fp8-backend torchao: {error}; {get}") from None
     fp8 = present(work.fp8)
     if not fp8.emulated:
         _check_device(device, fp8.recipe)
-    if any(w.of_experts and w.module in fp8.layers for w in work.config.weights.values()):
-        _check_version(torchao.__version__)
+    experts = any(w.of_experts and w.module in fp8.layers for w in work.config.weights.values())
+    try:
+        import torchao
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        if experts and not fp8.emulated:
+            from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm  # noqa: F401 (since 0.18)
+    except ImportError as error:
+        get = how_to_install("pip install -e '.[fp8]'")
+        raise UsageError(f"--fp8-backend torchao: {error}; {get}") from None
     # One for all layers: the compiler would compile anew for another.
     product: Any = functools.partial(grouped_product, fp8.emulated)
     product = torch.compiler.disable(product)
@@ -211,14 +210,6 @@ def fill_groups(rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = -(-most // GROUP_ROWS) * GROUP_ROWS
     whole = rows.new_zeros(size, rows.shape[1]).index_copy(0, places, rows)
     return whole, new_ends, places
-
-
-def _check_version(version: str) -> None:
-    """UsageError where torchao lacks the prototypes."""
-    if TorchVersion(version) < PROTOTYPES:
-        raise UsageError(
-            f"--use-fp8: torchao {version} has no matmuls of experts; {PROTOTYPES} or newer is needed"
-        )
 
 
 def _check_device(device: torch.device, recipe: str) -> None:
