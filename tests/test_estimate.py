@@ -376,7 +376,7 @@ def timeline(work, gpu) -> tuple[list[Event], float]:
     """All events of a step, and its seconds; an estimate lays out a few and repeats the last ones."""
     pieces = [speed_model.group_pieces(work, gpu, group)[0] for group in range(work.parallelism.pp)]
     clock, slowest = Recorder(gpu.platform == "cpu"), speed_model.slowest_node(work, gpu)
-    seconds = lay_out(work, pieces, speed_model.surroundings(work, gpu), clock).seconds
+    seconds = lay_out(work, pieces, clock).seconds
     events = [e for e in clock.events if e.end_s > e.start_s]
     events = [e._replace(start_s=e.start_s * slowest, end_s=e.end_s * slowest) for e in events]
     return events, seconds * slowest

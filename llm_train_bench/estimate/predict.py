@@ -26,6 +26,7 @@ from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed, step_joules
 from llm_train_bench.formulas.work import Work
+from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass
 from llm_train_bench.settings.flags import Args, Script, flag, given_fields, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
@@ -233,10 +234,25 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     script = script_of(args.pp, args)
     refuse_foreign(given_fields(words), script)
     device = device_of(gpu, args)
-    has = {"memory_gib": device.memory_gib, "native_amp": device.native_amp}
-    has["imbalance"] = args.imbalance
-    plan = plan_by(args.trainer_words, args, script, args.gpus, device.platform, **has)
-    return make_estimate(plan, args, device)
+    return make_estimate(plan_on(device, args, script, args.gpus), args, device)
+
+
+def plan_on(
+    gpu: Hardware, args: EstimateArgs, script: Script, gpus: int, config: ModelConfig | None = None
+) -> Plan:
+    """The plan of a script on so many GPUs, with --trainer and --imbalance.
+
+    `config` is the model's, where it is read already. UsageError or ConfigError for what cannot be.
+    """
+    has = gpu.platform, config, gpu.memory_gib, gpu.native_amp
+    plan, rows = plan_by(args.trainer_words, args, script, gpus, *has), args.imbalance
+    if rows is None:
+        return plan
+    if not plan.work.config.experts or plan.work.balanced or plan.work.parallelism.ep == 1:
+        raise UsageError("--imbalance: is for a learned router with --ep; leave it out")
+    if rows > plan.work.parallelism.ep:
+        raise UsageError(f"--imbalance {rows:g}: is no more than --ep, where one rank has all rows")
+    return dataclasses.replace(plan, work=dataclasses.replace(plan.work, rows_over_mean=rows))
 
 
 def script_of(pp: int | None, wanted: EstimateFlags) -> Script:

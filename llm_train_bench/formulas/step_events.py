@@ -16,32 +16,27 @@ from llm_train_bench.formulas.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Seconds of what a group does: forward and backward of blocks, head, collectives of units.
+    """Seconds of what a group does: forward and backward of blocks, head, optimizer, and collectives.
 
+    FSDP has those of units, and a pipeline sends. A block's gradients fill so many of DDP's buckets.
     `after` follows the optimizer.
     """
 
     forward: dict[int, float]
     backward: dict[int, float]
     head: float
-    units: dict[int, tuple[float, float]]
     optimizer: float
-    after: float
+    units: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    send_s: float = 0.0
+    filled: dict[int, float] = dataclasses.field(default_factory=dict)
+    buckets: float = 0.0
+    bucket_s: float = 0.0
+    after: float = 0.0
 
     @functools.cached_property
     def computing(self) -> float:
         """Seconds of computation of a micro batch."""
         return sum(self.forward.values()) + sum(self.backward.values()) + self.head
-
-
-@dataclasses.dataclass(frozen=True)
-class Around:
-    """DDP's buckets: how many gradients of blocks, and all, fill; seconds of one. Or those of a send."""
-
-    filled: dict[int, float] = dataclasses.field(default_factory=dict)
-    buckets: float = 0.0
-    bucket_s: float = 0.0
-    send_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,31 +64,31 @@ class Clock:
         return self.free[key]
 
 
-def lay_out(work: Work, pieces: list[Pieces], around: Around, clock: Clock) -> Laid:
+def lay_out(work: Work, pieces: list[Pieces], clock: Clock) -> Laid:
     """Put all events of a step on the clock."""
     exposed = 0.0
     if work.parallelism.pp > 1:
-        end, exposed = _pipeline(work, pieces, clock, around.send_s)
+        end, exposed = _pipeline(work, pieces, clock)
     elif work.fsdp:
         end = _sharded(work, pieces[0], clock)
     else:
-        end = _replicated(work, pieces[0], clock, around)
+        end = _replicated(work, pieces[0], clock)
     network = max(clock.busy[group, "network"] for group in range(work.parallelism.pp))
     return Laid(end, network, exposed)
 
 
-def step_seconds(work: Work, pieces: list[Pieces], around: Around, one_stream: bool) -> Laid:
+def step_seconds(work: Work, pieces: list[Pieces], one_stream: bool) -> Laid:
     """The seconds of a step of any number of micro batches."""
     number, pp = work.batch.grad_acc_steps, work.parallelism.pp
     rounds = _round_of(work) if work.parallelism.virtual > 1 else pp
     # A pipeline is in its stride once all groups have work, two rounds on.
     most = (2 if pp == 1 else 3) * rounds + number % rounds
     if number <= most + rounds:
-        return lay_out(work, pieces, around, Clock(one_stream))
+        return lay_out(work, pieces, Clock(one_stream))
 
     def laid(n: int) -> Laid:
         batch = dataclasses.replace(work.batch, grad_acc_steps=n)
-        return lay_out(dataclasses.replace(work, batch=batch), pieces, around, Clock(one_stream))
+        return lay_out(dataclasses.replace(work, batch=batch), pieces, Clock(one_stream))
 
     fewer, more = laid(most), laid(most + rounds)
     times = (number - most - rounds) / rounds
@@ -138,7 +133,7 @@ def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
     return clock.run(0, "compute", pieces.optimizer, end)
 
 
-def _replicated(work: Work, pieces: Pieces, clock: Clock, around: Around) -> float:
+def _replicated(work: Work, pieces: Pieces, clock: Clock) -> float:
     """One device, or DDP: full buckets are reduced while the backward of the last micro batch goes on."""
     layers, micro_steps = list(pieces.forward), work.batch.grad_acc_steps
     filled = sent = done = end = 0.0
@@ -148,11 +143,11 @@ def _replicated(work: Work, pieces: Pieces, clock: Clock, around: Around) -> flo
         done = clock.run(0, "compute", pieces.head)
         for layer in reversed(layers) if work.trains else ():
             done = clock.run(0, "compute", pieces.backward[layer])
-            filled += around.filled.get(layer, 0.0) if micro + 1 == micro_steps else 0.0
+            filled += pieces.filled.get(layer, 0.0) if micro + 1 == micro_steps else 0.0
             if full := int(filled - sent):
-                end = clock.run(0, "network", full * around.bucket_s, done)
+                end = clock.run(0, "network", full * pieces.bucket_s, done)
                 sent += full
-    left = (around.buckets - sent) * around.bucket_s
+    left = (pieces.buckets - sent) * pieces.bucket_s
     end = clock.run(0, "network", left, done)  # reduce the last buckets
     end = clock.run(0, "compute", pieces.optimizer, max(end, done))
     return clock.run(0, "network", pieces.after, end)  # gather parameters
@@ -185,7 +180,7 @@ def _order(work: Work, group: int) -> Iterator[tuple[bool, int, int]]:
             yield at(k - warm, True)
 
 
-def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> tuple[float, float]:
+def _pipeline(work: Work, pieces: list[Pieces], clock: Clock) -> tuple[float, float]:
     """Groups take turns by the schedule; streams travel between them beside the computation.
 
     Returns the step's end, and the seconds before the first and after the last pass.
@@ -217,8 +212,8 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
                 start = max(start, gathered[stage])
                 end = clock.run(group, "compute", seconds[stage][back], start)
                 if 0 <= stage + step < stages:
-                    clock.run(group, "send", send_s, end)
-                    arrived[back, stage + step, micro] = end + send_s
+                    clock.run(group, "send", pieces[group].send_s, end)
+                    arrived[back, stage + step, micro] = end + pieces[group].send_s
                 elif not back:
                     arrived[True, stage, micro] = end
                 reducible[stage] = end
