@@ -182,9 +182,8 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     per_second = batch.tokens_per_step / speed.step_s
     flops = step_flops_per_token(work, causal=False)
     price = plan.args.usd_per_hour or gpu.usd_per_hour
-    busy = speed.parts["memory-bound"] + speed.parts["optimizer"]
     watts = gpu.tdp_w
-    if joules := step_joules(work, gpu, busy):
+    if joules := step_joules(work, gpu, speed.parts["memory-bound"] + speed.parts["optimizer"]):
         watts = min(watts, gpu.constants.waiting_w + joules / speed.step_s)
     all_watts = watts * world
     seconds = wanted.tokens / per_second if wanted.tokens else None
@@ -201,7 +200,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         memory_limit=limit,
         fits=verdict != memory_model.VERDICTS[2],
         verdict=verdict,
-        largest_bsz=memory_model.largest_batch(whole, memory_model.sure_part(work) * limit),
+        largest_bsz=memory_model.largest_batch(whole, memory_model.margins(work)[0] * limit),
         step_s=speed.step_s,
         parts_s=speed.parts,
         tokens_per_sec=per_second,
@@ -361,9 +360,11 @@ def nearest_changes(
             step_s = estimate_speed(other.work, gpu).step_s
             rate = other.work.batch.tokens_per_step / step_s / n
             words = " ".join(to_argv(flags | ({"gpus": n} if n != gpus else {})))
-            word = "would" if need <= memory_model.sure_part(other.work) * gpu.memory_gib else "may"
-            text = f"{word} fit: {words}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
-            fitting.append((word == "would", rate, text))
+            verdict = memory_model.verdict_of(need, gpu.memory_gib, other.work)
+            sure = verdict == memory_model.VERDICTS[0]
+            fits = "would fit" if sure else "may fit"
+            text = f"{fits}: {words}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
+            fitting.append((sure, rate, text))
     texts = [text for *_, text in sorted(fitting, reverse=True)[:3]]
     return texts or ["none of the changes tried would fit; use more GPUs, or larger ones"]
 

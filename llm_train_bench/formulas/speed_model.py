@@ -66,7 +66,8 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
         "hidden communication": hidden if hidden > 1e-12 else 0.0,
         "slowest node": laid.seconds * (slowest - 1),
     }
-    limited = power_bound(work, gpu, parts["memory-bound"] + parts["optimizer"])
+    joules = step_joules(work, gpu, parts["memory-bound"] + parts["optimizer"])
+    limited = joules / max(1.0, gpu.tdp_w - gpu.constants.waiting_w)
     step_s = laid.seconds * slowest
     parts["power limit"] = max(0.0, limited - step_s)
     return SpeedEstimate(max(step_s, limited), parts)
@@ -91,11 +92,6 @@ def step_joules(work: Work, gpu: Hardware, memory_s: float) -> float:
             total += work.batch.grad_acc_steps * work.gathered_tokens * widths * keys * passes
     joules = c.tflop_joules * (total - low) + c.low_tflop_joules * low
     return joules / 1e12 + c.gb_joules * (memory_s * gpu.memory_rate + moved) / 1e9
-
-
-def power_bound(work: Work, gpu: Hardware, memory_s: float) -> float:
-    """Seconds in which the device may use a step's energy under its power limit."""
-    return step_joules(work, gpu, memory_s) / max(1.0, gpu.tdp_w - gpu.constants.waiting_w)
 
 
 def least_time(work: Work, gpu: Hardware) -> float:
@@ -455,8 +451,7 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
         heads += 6 * config.num_attention_heads / tp * work.batch.seq_len
     elements = norms * work.own_tokens + heads * work.gathered_tokens
     if spec.mixer == "recurrent":  # what is kept is written, and read by what comes next
-        numbers, others = states_kept(work)
-        elements = norms * work.own_tokens + 2 * (numbers + others / w)
+        elements = norms * work.own_tokens + 2 * states_kept(work) / w
     if spec.mlp is None:
         return w * elements
     if e is None:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from llm_train_bench.formulas.work import Work
 
@@ -39,8 +40,7 @@ class Pieces:
         return sum(self.forward.values()) + sum(self.backward.values()) + self.head
 
 
-@dataclasses.dataclass(frozen=True)
-class Laid:
+class Laid(NamedTuple):
     """Seconds of a step; of its collectives of weights and gradients; and when no group computes."""
 
     seconds: float
@@ -69,10 +69,8 @@ def lay_out(work: Work, pieces: list[Pieces], clock: Clock) -> Laid:
     exposed = 0.0
     if work.parallelism.pp > 1:
         end, exposed = _pipeline(work, pieces, clock)
-    elif work.fsdp:
-        end = _sharded(work, pieces[0], clock)
     else:
-        end = _replicated(work, pieces[0], clock)
+        end = _replicas(work, pieces[0], clock)
     network = max(clock.busy[group, "network"] for group in range(work.parallelism.pp))
     return Laid(end, network, exposed)
 
@@ -92,25 +90,28 @@ def step_seconds(work: Work, pieces: list[Pieces], one_stream: bool) -> Laid:
 
     fewer, more = laid(most), laid(most + rounds)
     times = (number - most - rounds) / rounds
-    both = zip(dataclasses.astuple(fewer), dataclasses.astuple(more), strict=True)
-    return Laid(*(b + times * (b - a) for a, b in both))
+    return Laid(*(b + times * (b - a) for a, b in zip(fewer, more, strict=True)))
 
 
-def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
-    """FSDP: a block's gather is sent for when the block before begins, its reduction when it ends.
+def _replicas(work: Work, pieces: Pieces, clock: Clock) -> float:
+    """One device, or replicas that reduce gradients while the backward goes on.
 
-    Without prefetch a gather of the backward is sent for when the block before ends (FSDP1's
-    BACKWARD_POST). Where weights stay gathered, it happens in the first micro batch alone.
+    FSDP: a block's gather is sent for when the block before begins, its reduction when it ends. Without
+    prefetch a gather of the backward is sent for when the block before ends (FSDP1's BACKWARD_POST).
+    Where weights stay gathered, it happens in the first micro batch alone. DDP reduces full buckets, in
+    the last micro batch alone.
     """
-    trainer, layers, units, end = work.trainer, list(pieces.forward), pieces.units, 0.0
+    trainer, layers, end = work.trainer, list(pieces.forward), 0.0
+    units = pieces.units or dict.fromkeys((-1, *layers), (0.0, 0.0))
     whole = trainer.zero < 3
     passes = [("forward", layers, pieces.forward, True)]
     if work.trains:
         reshard = bool(work.fsdp and work.fsdp.reshard) and not whole
         passes.append(("backward", layers[::-1], pieces.backward, reshard))
-    n_micro, reduce_last = work.batch.grad_acc_steps, work.fsdp and work.fsdp.reduce_last
+    n_micro, once = work.batch.grad_acc_steps, work.ddp or (work.fsdp and work.fsdp.reduce_last)
+    filled = sent = 0.0
     for micro in range(n_micro):
-        reduces = micro + 1 == n_micro or not (reduce_last or trainer.zero < 2)
+        reduces = micro + 1 == n_micro or not (once or trainer.zero < 2)
         fetches = micro == 0 or not whole
         ready = clock.run(0, "network", fetches * units[-1][0], end)  # all but blocks
         for name, order, seconds, again in passes:
@@ -124,32 +125,17 @@ def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
                 end = clock.run(0, "compute", seconds[layer], start)
                 if gathers and coming is not None and not ahead:
                     ready = clock.run(0, "network", units[coming][0], end)
-                if name == "backward" and reduces:
-                    clock.run(0, "network", units[layer][1], end)  # reduce its gradients
+                if name == "backward" and reduces:  # its gradients, or buckets that they filled
+                    filled += pieces.filled.get(layer, 0.0)
+                    full = int(filled - sent)
+                    sent += full
+                    clock.run(0, "network", units[layer][1] + full * pieces.bucket_s, end)
             if name == "forward":
                 end = ready = clock.run(0, "compute", pieces.head)  # and the loss
-            elif reduces:
-                end = clock.run(0, "network", units[-1][1], end)  # reduce the rest
-    return clock.run(0, "compute", pieces.optimizer, end)
-
-
-def _replicated(work: Work, pieces: Pieces, clock: Clock) -> float:
-    """One device, or DDP: full buckets are reduced while the backward of the last micro batch goes on."""
-    layers, micro_steps = list(pieces.forward), work.batch.grad_acc_steps
-    filled = sent = done = end = 0.0
-    for micro in range(micro_steps):
-        for layer in layers:
-            clock.run(0, "compute", pieces.forward[layer])
-        done = clock.run(0, "compute", pieces.head)
-        for layer in reversed(layers) if work.trains else ():
-            done = clock.run(0, "compute", pieces.backward[layer])
-            filled += pieces.filled.get(layer, 0.0) if micro + 1 == micro_steps else 0.0
-            if full := int(filled - sent):
-                end = clock.run(0, "network", full * pieces.bucket_s, done)
-                sent += full
-    left = (pieces.buckets - sent) * pieces.bucket_s
-    end = clock.run(0, "network", left, done)  # reduce the last buckets
-    end = clock.run(0, "compute", pieces.optimizer, max(end, done))
+            elif reduces:  # the rest
+                left = (pieces.buckets - sent) * pieces.bucket_s
+                end = clock.run(0, "network", units[-1][1] + left, end)
+    end = clock.run(0, "compute", pieces.optimizer, end)
     return clock.run(0, "network", pieces.after, end)  # gather parameters
 
 

@@ -6,7 +6,6 @@ came last. The others waited for it, by as much as their calls are longer.
 
 import contextlib
 import dataclasses
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -35,10 +34,8 @@ class Rank:
     """What is kept of a rank's trace; times in seconds per step."""
 
     rank: int
-    path: str
-    device_name: str | None
-    world_size: int | None
-    notes: tuple[str, ...]
+    trace: Trace
+    """Without its spans."""
     breakdown: Breakdown
     calls: dict[tuple[str, str], list[float]]
     """Times of a collective's calls, in order, by its kind and process group."""
@@ -53,14 +50,10 @@ class Waiting:
     by_pair: Counter = dataclasses.field(default_factory=Counter)
     """(who waited, who came last)"""
     by_kind: Counter = dataclasses.field(default_factory=Counter)
+    by_rank: Counter = dataclasses.field(default_factory=Counter)
+    caused_by: Counter = dataclasses.field(default_factory=Counter)
     matched: int = 0
     unmatched: int = 0
-
-    def of(self, rank: int) -> float:
-        return math.fsum(t for (who, _), t in self.by_pair.items() if who == rank)
-
-    def caused_by(self, rank: int) -> float:
-        return math.fsum(t for (_, late), t in self.by_pair.items() if late == rank)
 
 
 def read_traces(directory: Path) -> list[Rank]:
@@ -82,14 +75,14 @@ def read_ranks(directory: Path) -> list[Rank]:
     if not ranks:
         raise UsageError(f"{directory}: holds no trace of torch.profiler (.json, .json.gz)")
     for rank in {r.rank for r in ranks}:
-        files = [Path(r.path).name for r in ranks if r.rank == rank]
+        files = [Path(r.trace.path).name for r in ranks if r.rank == rank]
         if len(files) > 1:
             several = f"rank {rank} has {len(files)} traces ({', '.join(files)})"
             raise UsageError(f"{directory}: {several}; give one run's")
     # Of two runs a straggler would be found too.
     for what, values in {
-        "GPUs": {r.device_name for r in ranks if r.device_name},
-        "runs, by their numbers of ranks": {r.world_size for r in ranks if r.world_size},
+        "GPUs": {r.trace.device_name for r in ranks} - {None},
+        "runs, by their numbers of ranks": {r.trace.world_size for r in ranks} - {None},
         "numbers of steps": {r.breakdown.n_steps for r in ranks},
     }.items():
         if len(values) > 1:
@@ -112,8 +105,8 @@ def summary_of(trace: Trace, number: int) -> Rank:
     apart = (COMMUNICATION, COPIES, HOST)
     busy = joined(piece for a in activities(trace) if a.label not in apart for piece in a.pieces)
     exposed = {kind: (union([*busy, *each]) - union(busy)) / micros for kind, each in times.items()}
-    about = number, trace.path, trace.device_name, trace.world_size, trace.notes
-    return Rank(*about, breakdown, dict(calls), exposed)
+    trace = dataclasses.replace(trace, gpu=[], host={}, launches={}, steps=[])
+    return Rank(number, trace, breakdown, dict(calls), exposed)
 
 
 def waiting(ranks: Sequence[Rank]) -> Waiting:
@@ -133,6 +126,8 @@ def waiting(ranks: Sequence[Rank]) -> Waiting:
             for member, length in zip(members, call, strict=True):
                 if length > shortest:
                     found.by_pair[member.rank, late] += length - shortest
+                    found.by_rank[member.rank] += length - shortest
+                    found.caused_by[late] += length - shortest
                     found.by_kind[kind] += length - shortest
             found.matched += 1
     return found
@@ -152,8 +147,8 @@ def show_ranks(ranks: Sequence[Rank], waits: Waiting) -> None:
             seconds[COMMUNICATION],
             r.breakdown.communication_overlapped_s,
             seconds[IDLE] + seconds[HOST],
-            waits.of(r.rank),
-            waits.caused_by(r.rank),
+            waits.by_rank[r.rank],
+            waits.caused_by[r.rank],
         )
         rows.append((str(r.rank), *map(milliseconds, times)))
     print(markdown_table(columns, rows), end="")
@@ -167,7 +162,7 @@ def show_ranks(ranks: Sequence[Rank], waits: Waiting) -> None:
     for line in verdict_on_ranks(ranks, waits):
         print(line)
     for r in ranks:
-        for note in r.notes:
+        for note in r.trace.notes:
             print(f"note: rank {r.rank}: {note}")
 
 
@@ -191,8 +186,7 @@ def verdict_on_ranks(ranks: Sequence[Rank], waits: Waiting) -> list[str]:
     """Who is waited for, and what could not be matched, in words."""
     total, lines = sum(waits.by_pair.values()), []
     if total:
-        late = max((r.rank for r in ranks), key=waits.caused_by)
-        caused = waits.caused_by(late)
+        late, caused = waits.caused_by.most_common(1)[0]
         most = max((p for p in waits.by_pair if p[1] == late), key=waits.by_pair.__getitem__)
         if caused > 1.5 * total / len(ranks):
             lines.append(
@@ -214,9 +208,9 @@ def ranks_as_json(ranks: Sequence[Rank], waits: Waiting) -> dict[str, Any]:
     """The same as plain data; seconds a step."""
     return {
         "ranks": [
-            {"rank": r.rank, "trace": r.path, "device": r.device_name, "notes": r.notes,
+            {"rank": r.rank, "trace": r.trace.path, "device": r.trace.device_name, "notes": r.trace.notes,
              **r.breakdown.model_dump(),
-             "waits_s": waits.of(r.rank), "waited_for_s": waits.caused_by(r.rank)}
+             "waits_s": waits.by_rank[r.rank], "waited_for_s": waits.caused_by[r.rank]}
             for r in ranks
         ],
         "waiting": [
