@@ -95,15 +95,11 @@ class Trace:
         return max(self.host, key=lambda thread: len(self.host[thread]))
 
     @functools.cached_property
-    def operator_ids(self) -> set[Any]:
-        """Of all CPU operators."""
-        return {s.operator for s in self.host_spans if s.category == "cpu_op"} - {None}
-
-    @functools.cached_property
     def operators(self) -> dict[Any, dict[str, Any]]:
-        """Arguments of the CPU operators with recorded shapes, by the id that their kernels carry."""
-        spans = (s for s in self.host_spans if s.category == "cpu_op" and s.operator is not None)
-        return {s.operator: s.args for s in spans if s.args.get("Input Dims")}
+        """Arguments of the CPU operators, by the id that their kernels carry."""
+        spans = [s for s in self.host_spans if s.category == "cpu_op" and s.operator is not None]
+        spans.sort(key=lambda s: bool(s.args.get("Input Dims")))  # of two, the one with shapes
+        return {s.operator: s.args for s in spans}
 
     def launch_of(self, activity: Span) -> Span | None:
         """The call of the host that gave this to the GPU, where it was recorded."""
@@ -116,7 +112,7 @@ class Trace:
         """
         if launch := self.launch_of(activity):
             return launch.start
-        known = activity.operator in self.operator_ids and activity.operator != activity.correlation
+        known = activity.operator in self.operators and activity.operator != activity.correlation
         return activity.start if known else None
 
     def operator_id(self, activity: Span) -> int | None:
