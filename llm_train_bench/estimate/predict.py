@@ -372,25 +372,25 @@ def nearest_changes(
 def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     """The estimate as a table."""
     m = e.memory
-    rows = []
-    rows.append(("parameters", f"{e.parameters / 1e9:,.3f} G"))
-    rows.append(("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G"))
     who = e.script if wanted.trainer_words == "ours" else wanted.trainer_words
-    rows.append(("on", f"{e.gpus} x {e.gpu}, {who}, {e.global_batch} samples a step"))
-    for name in ("parameters", "gradients", "optimizer", "activations"):
-        rows.append((f"memory: {name}", _gib(getattr(m, name))))
-    rows.append(("memory: logits and gradients of the head", _gib(m.logits)))
-    rows.append(("memory: gathered weights", _gib(m.gathered)))
-    rows.append(("memory: peak of tensors (not all at once)", _gib(m.peak)))
-    rows.append(("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside)))
     need, limit = (x / BYTES_PER_GIB for x in (m.peak + e.memory_outside, e.memory_limit))
     verdict = e.verdict.replace("does not fit", "DOES NOT FIT")
-    rows.append(("memory needed", f"{need:,.1f} of {limit:,.1f} GiB, {verdict}"))
-    rows.append(("largest --bsz that fits", f"{e.largest_bsz:,}"))
-    rows.append(("step", f"{e.step_s:.4g} s"))
-    for name, seconds in e.parts_s.items():
-        if seconds > 1e-6 * e.step_s:
-            rows.append((f"  {name}", f"{seconds:.4g} s"))
+    kinds = ("parameters", "gradients", "optimizer", "activations")
+    rows = [
+        ("parameters", f"{e.parameters / 1e9:,.3f} G"),
+        ("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G"),
+        ("on", f"{e.gpus} x {e.gpu}, {who}, {e.global_batch} samples a step"),
+        *((f"memory: {name}", _gib(getattr(m, name))) for name in kinds),
+        ("memory: logits and gradients of the head", _gib(m.logits)),
+        ("memory: gathered weights", _gib(m.gathered)),
+        ("memory: peak of tensors (not all at once)", _gib(m.peak)),
+        ("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside)),
+        ("memory needed", f"{need:,.1f} of {limit:,.1f} GiB, {verdict}"),
+        ("largest --bsz that fits", f"{e.largest_bsz:,}"),
+        ("step", f"{e.step_s:.4g} s"),
+    ]
+    shown = {name: s for name, s in e.parts_s.items() if s > 1e-6 * e.step_s}
+    rows += [(f"  {name}", f"{seconds:.4g} s") for name, seconds in shown.items()]
     if work.cpu_offload:
         rows.append(("  --cpu-offload", "its transfers are not counted"))
     if sent := memory_model.offloaded_bytes(work, work.layers_of(0)):

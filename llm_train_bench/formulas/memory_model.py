@@ -538,33 +538,32 @@ def _sums_passing(work: Work) -> float:
 
 def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
     """Bytes that these blocks keep between forward and backward."""
-    config, w = work.config, work.matmul_bytes
-    d, f, total = config.hidden_size, config.intermediate_size, 0.0
-    for layer, *others in alike(work, layers):
-        times = 1 + len(others)
-        if layer not in work.recompute.blocks:
-            total += times * block_activations(work, fused_norm, layer)
-        elif work.recompute.policy == "cheap":
-            again = work.matmul_bytes * _cheap(work, layer)
-            total += times * (block_activations(work, fused_norm, layer) - again)
-        elif work.recompute.policy == "mlp":
-            kept = block_activations(work, fused_norm, layer) - _mlp_kept(work, layer)
-            total += times * kept
-        elif work.recompute.policy == "block":
-            total += times * w * work.own_tokens * d
-        else:
-            tp = work.parallelism.tp
-            a, kv = config.query_size / tp, work.kv_size
-            part = 1.0 if work.recompute.policy == "op" else 0.5
-            outputs = part * (1 if work.compiled else 2) * d  # compiled, not the last matmul's
-            elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp
-            elements += _blocks_kept(work)
-            other = 4 * config.num_attention_heads / tp
-            total += times * work.gathered_tokens * (w * elements + other)
-            total += times * w * work.own_tokens * (d + outputs)
-            if tp > 1 and not work.trainer.tp_shards:  # sums of which each rank has a part
-                total += times * w * work.gathered_tokens * 2 * d
-    return total
+    kinds = alike(work, layers)
+    return sum((len(same) * _block_kept(work, same[0], fused_norm) for same in kinds), 0.0)
+
+
+def _block_kept(work: Work, layer: int, fused_norm: bool) -> float:
+    """The same of one block."""
+    config, w, tp = work.config, work.matmul_bytes, work.parallelism.tp
+    d, f, policy = config.hidden_size, config.intermediate_size, work.recompute.policy
+    if layer not in work.recompute.blocks:
+        return block_activations(work, fused_norm, layer)
+    if policy == "block":
+        return w * work.own_tokens * d
+    if policy == "cheap":
+        return block_activations(work, fused_norm, layer) - w * _cheap(work, layer)
+    if policy == "mlp":
+        return block_activations(work, fused_norm, layer) - _mlp_kept(work, layer)
+    a, kv = config.query_size / tp, work.kv_size
+    part = 1.0 if policy == "op" else 0.5
+    outputs = part * (1 if work.compiled else 2) * d  # compiled, not the last matmul's
+    elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp
+    elements += _blocks_kept(work)
+    other = 4 * config.num_attention_heads / tp
+    kept = work.gathered_tokens * (w * elements + other) + w * work.own_tokens * (d + outputs)
+    if tp > 1 and not work.trainer.tp_shards:  # sums of which each rank has a part
+        kept += w * work.gathered_tokens * 2 * d
+    return kept
 
 
 def offloaded_bytes(work: Work, layers: Iterable[int]) -> float:
@@ -574,7 +573,7 @@ def offloaded_bytes(work: Work, layers: Iterable[int]) -> float:
 
 def _kept_here(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
     """Bytes of them that are on the device at a time: of a block in backward, and of the one before."""
-    block = max(_kept(work, [layer], fused_norm) for layer in layers)
+    block = max(_block_kept(work, layer, fused_norm) for layer in layers)
     return min(2 * block, _kept(work, layers, fused_norm))
 
 

@@ -36,7 +36,6 @@ STEP = "ProfilerStep#"
 LARGEST = 2**31  # bytes that are read whole
 FOREVER = 1e300  # us; larger numbers are no times
 Thread = tuple[Any, Any]  # process and thread
-PLAIN = {str, int, float, bool, type(None)}
 # Arguments that a span keeps: of an operator, then of a collective.
 READ_ARGS = {"Input Dims", "Input type"}
 READ_ARGS |= {"Collective name", "Process Group Name", "Group size", "In msg nelems", "dtype"}
@@ -241,13 +240,11 @@ def _is_odd(event: dict[str, Any], args: Any) -> bool:
     """Whether an event has fields of a type that no reader could use."""
     if not isinstance(args, dict):
         return True
-    if any(type(args.get(key, [])) is not list for key in ("Input type", "Input Dims")):
-        return True
-    types = {type(event.get(key)) for key in ("pid", "tid", "name")}
-    types |= {
-        type(args.get(key)) for key in ("device", "correlation", "External id", "external id")
-    }
-    return not types <= PLAIN
+    ids = map(args.get, ("device", "correlation", "External id", "external id"))
+    keys = (event.get("pid"), event.get("tid"), *ids)
+    lists = (args.get("Input type", []), args.get("Input Dims", []))
+    hashable = not any(isinstance(key, list | dict) for key in keys)
+    return not hashable or not all(isinstance(value, list) for value in lists)
 
 
 class NoTrace(UsageError):
