@@ -8,7 +8,6 @@ Takes the training scripts' flags besides its own. Needs no GPU and no torch.
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.estimate import predict
 from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
-from llm_train_bench.estimate.trainers import plan_by
 from llm_train_bench.formulas.memory_model import VERDICTS
 from llm_train_bench.model.config import load_config
 from llm_train_bench.settings.command_line import make_args, parse_flags
@@ -55,16 +53,13 @@ def main(argv: Sequence[str]) -> int:
     if args.plan:
         refuse_beside_plan(values)
         config = load_config(args.config, args.pad_vocab, args.layers)
-        return show_plans(args, functools.partial(dataclasses.replace, args), config)
+        return show_plans(args, config)
     if "," in args.gpu and device_called(args.gpu) is None:
         raise UsageError(f"--gpu {args.gpu}: several GPUs go with --plan; name one")
     gpu = predict.device_of(args.gpu, args)
 
     def planned(flags: dict[str, Any], gpus: int) -> Plan:
-        changed = dataclasses.replace(args, **flags)
-        has = {"memory_gib": gpu.memory_gib, "native_amp": gpu.native_amp}
-        has["imbalance"] = args.imbalance
-        return plan_by(args.trainer_words, changed, script, gpus, gpu.platform, **has)
+        return predict.plan_on(gpu, dataclasses.replace(args, **flags), script, gpus)
 
     plan = planned({}, args.gpus)
     if args.calibrate:

@@ -19,7 +19,7 @@ from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, family_of, find_hardware
 from llm_train_bench.formulas import memory_model, speed_model
-from llm_train_bench.formulas.collectives import fsdp_bytes, rank_weights
+from llm_train_bench.formulas.collectives import rank_weights, traffic
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import block_activations, estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters
@@ -109,13 +109,13 @@ def test_fewer_experts_than_shards_are_gathered_once(ranks, flags, sizes, times)
     config = parse_config(values, "x.json")
     argv = [MIXTRAL, "--bsz", 1, "--seq-len", 128, *flags.split()]
     plan = plan_of(argv, "train_fsdp.py", ranks, config=config)
-    work, traffic = plan.work, Traffic(False)
-    traffic.looking = False
-    with traffic:
+    work, traced = plan.work, Traffic(False)
+    traced.looking = False
+    with traced:
         traced_memory(work, plan.optimizer)
-    moved = fsdp_bytes(work)
+    moved = traffic(work)
     for kind in ("all_gather", "reduce_scatter"):
-        assert moved[kind] == traffic.bytes[kind] / 2, kind  # it traces two steps
+        assert moved[kind] == traced.bytes[kind] / 2, kind  # it traces two steps
     parts = rank_weights(config.weights.values(), config, work.parallelism, 0)
     padded = sum(part.padded for part in parts if part.weight.of_experts)
     assert padded == times * 3 * 8 * config.hidden_size * config.experts.size // work.parallelism.ep
@@ -376,7 +376,7 @@ def timeline(work, gpu) -> tuple[list[Event], float]:
     """All events of a step, and its seconds; an estimate lays out a few and repeats the last ones."""
     pieces = [speed_model.group_pieces(work, gpu, group)[0] for group in range(work.parallelism.pp)]
     clock, slowest = Recorder(gpu.platform == "cpu"), speed_model.slowest_node(work, gpu)
-    seconds = lay_out(work, pieces, speed_model.surroundings(work, gpu), clock).seconds
+    seconds = lay_out(work, pieces, clock).seconds
     events = [e for e in clock.events if e.end_s > e.start_s]
     events = [e._replace(start_s=e.start_s * slowest, end_s=e.end_s * slowest) for e in events]
     return events, seconds * slowest

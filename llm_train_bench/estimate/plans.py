@@ -13,8 +13,14 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called
 from llm_train_bench.base.tables import markdown_table, number
-from llm_train_bench.estimate.predict import BYTES_PER_GIB, EstimateFlags, device_of
-from llm_train_bench.estimate.trainers import find_trainer, plan_by
+from llm_train_bench.estimate.predict import (
+    BYTES_PER_GIB,
+    EstimateArgs,
+    EstimateFlags,
+    device_of,
+    plan_on,
+)
+from llm_train_bench.estimate.trainers import find_trainer
 from llm_train_bench.formulas.memory_model import VERDICTS, estimate_memory, verdict_of
 from llm_train_bench.formulas.speed_model import SpeedEstimate, estimate_speed, least_time
 from llm_train_bench.formulas.work import Work
@@ -192,20 +198,16 @@ def refuse_beside_plan(given: Mapping[str, Any]) -> None:
         raise UsageError("--plan is for training steps; leave out --pass-type")
 
 
-def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: ModelConfig) -> int:
-    """--plan: the ten fastest layouts of each kind of GPU, and why the others lose; 4 if none will do.
-
-    `changed(flag=value, ...)` are the arguments with other flags.
-    """
+def show_plans(wanted: EstimateArgs, config: ModelConfig) -> int:
+    """--plan: the ten fastest layouts of each kind of GPU, and why the others lose; 4 if none will do."""
     find_trainer(wanted.trainer_words)
-    plain = changed()
-    price, gpus = plain.usd_per_hour, wanted.gpus
-    seq_len = resolve_seq_len(plain.seq_len, config)
+    price, gpus = wanted.usd_per_hour, wanted.gpus
+    seq_len = resolve_seq_len(wanted.seq_len, config)
     # About four million tokens, in as many samples for each GPU.
     each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
-    sizes = {"global_bsz": plain.global_bsz or gpus * each, "seq_len": seq_len}
+    sizes = {"global_bsz": wanted.global_bsz or gpus * each, "seq_len": seq_len}
     usual, learnt = defaults(Args), {"layers", *of_kind(LEARNT, SPEED)} - {*CHOSEN, "seq_len"}
-    given = {k: v for k, v in vars(plain).items() if k in learnt and v != usual[k]}
+    given = {k: v for k, v in vars(wanted).items() if k in learnt and v != usual[k]}
     flags = " ".join([config.path, "--seq-len", str(seq_len), "--pt-compile", *to_argv(given)])
     names = wanted.gpu or ""
     content, enough = {}, False
@@ -214,8 +216,8 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
         gpu = dataclasses.replace(gpu, usd_per_hour=price or gpu.usd_per_hour)
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
-            args, has = changed(pt_compile=True, **flags), (gpu.memory_gib, gpu.native_amp)
-            return plan_by(wanted.trainer_words, args, script, n, gpu.platform, config, *has).work
+            args = dataclasses.replace(wanted, pt_compile=True, **flags)
+            return plan_on(gpu, args, script, n, config).work
 
         best, tried, lost = search(config, gpu, gpus, sizes, make, "amp" not in given)
         enough |= bool(best)

@@ -26,6 +26,7 @@ from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed, step_joules
 from llm_train_bench.formulas.work import Work
+from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.settings.command_line import make_args, parse_args, parse_flags
 from llm_train_bench.settings.flags import Args, Script, flag, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
@@ -181,9 +182,8 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     per_second = batch.tokens_per_step / speed.step_s
     flops = step_flops_per_token(work, causal=False)
     price = plan.args.usd_per_hour or gpu.usd_per_hour
-    busy = speed.parts["memory-bound"] + speed.parts["optimizer"]
     watts = gpu.tdp_w
-    if joules := step_joules(work, gpu, busy):
+    if joules := step_joules(work, gpu, speed.parts["memory-bound"] + speed.parts["optimizer"]):
         watts = min(watts, gpu.constants.waiting_w + joules / speed.step_s)
     all_watts = watts * world
     seconds = wanted.tokens / per_second if wanted.tokens else None
@@ -200,7 +200,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         memory_limit=limit,
         fits=verdict != memory_model.VERDICTS[2],
         verdict=verdict,
-        largest_bsz=memory_model.largest_batch(whole, memory_model.sure_part(work) * limit),
+        largest_bsz=memory_model.largest_batch(whole, memory_model.margins(work)[0] * limit),
         step_s=speed.step_s,
         parts_s=speed.parts,
         tokens_per_sec=per_second,
@@ -234,10 +234,25 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     script = script_of(args.pp, args)
     refuse_foreign(values, script)
     device = device_of(gpu, args)
-    has = {"memory_gib": device.memory_gib, "native_amp": device.native_amp}
-    has["imbalance"] = args.imbalance
-    plan = plan_by(args.trainer_words, args, script, args.gpus, device.platform, **has)
-    return make_estimate(plan, args, device)
+    return make_estimate(plan_on(device, args, script, args.gpus), args, device)
+
+
+def plan_on(
+    gpu: Hardware, args: EstimateArgs, script: Script, gpus: int, config: ModelConfig | None = None
+) -> Plan:
+    """The plan of a script on so many GPUs, with --trainer and --imbalance.
+
+    `config` is the model's, where it is read already. UsageError or ConfigError for what cannot be.
+    """
+    has = gpu.platform, config, gpu.memory_gib, gpu.native_amp
+    plan, rows = plan_by(args.trainer_words, args, script, gpus, *has), args.imbalance
+    if rows is None:
+        return plan
+    if not plan.work.config.experts or plan.work.balanced or plan.work.parallelism.ep == 1:
+        raise UsageError("--imbalance: is for a learned router with --ep; leave it out")
+    if rows > plan.work.parallelism.ep:
+        raise UsageError(f"--imbalance {rows:g}: is no more than --ep, where one rank has all rows")
+    return dataclasses.replace(plan, work=dataclasses.replace(plan.work, rows_over_mean=rows))
 
 
 def script_of(pp: int | None, wanted: EstimateFlags) -> Script:
@@ -346,9 +361,11 @@ def nearest_changes(
             step_s = estimate_speed(other.work, gpu).step_s
             rate = other.work.batch.tokens_per_step / step_s / n
             words = " ".join(to_argv(flags | ({"gpus": n} if n != gpus else {})))
-            word = "would" if need <= memory_model.sure_part(other.work) * gpu.memory_gib else "may"
-            text = f"{word} fit: {words}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
-            fitting.append((word == "would", rate, text))
+            verdict = memory_model.verdict_of(need, gpu.memory_gib, other.work)
+            sure = verdict == memory_model.VERDICTS[0]
+            fits = "would fit" if sure else "may fit"
+            text = f"{fits}: {words}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
+            fitting.append((sure, rate, text))
     texts = [text for *_, text in sorted(fitting, reverse=True)[:3]]
     return texts or ["none of the changes tried would fit; use more GPUs, or larger ones"]
 
@@ -356,25 +373,25 @@ def nearest_changes(
 def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     """The estimate as a table."""
     m = e.memory
-    rows = []
-    rows.append(("parameters", f"{e.parameters / 1e9:,.3f} G"))
-    rows.append(("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G"))
     who = e.script if wanted.trainer_words == "ours" else wanted.trainer_words
-    rows.append(("on", f"{e.gpus} x {e.gpu}, {who}, {e.global_batch} samples a step"))
-    for name in ("parameters", "gradients", "optimizer", "activations"):
-        rows.append((f"memory: {name}", _gib(getattr(m, name))))
-    rows.append(("memory: logits and gradients of the head", _gib(m.logits)))
-    rows.append(("memory: gathered weights", _gib(m.gathered)))
-    rows.append(("memory: peak of tensors (not all at once)", _gib(m.peak)))
-    rows.append(("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside)))
     need, limit = (x / BYTES_PER_GIB for x in (m.peak + e.memory_outside, e.memory_limit))
     verdict = e.verdict.replace("does not fit", "DOES NOT FIT")
-    rows.append(("memory needed", f"{need:,.1f} of {limit:,.1f} GiB, {verdict}"))
-    rows.append(("largest --bsz that fits", f"{e.largest_bsz:,}"))
-    rows.append(("step", f"{e.step_s:.4g} s"))
-    for name, seconds in e.parts_s.items():
-        if seconds > 1e-6 * e.step_s:
-            rows.append((f"  {name}", f"{seconds:.4g} s"))
+    kinds = ("parameters", "gradients", "optimizer", "activations")
+    rows = [
+        ("parameters", f"{e.parameters / 1e9:,.3f} G"),
+        ("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G"),
+        ("on", f"{e.gpus} x {e.gpu}, {who}, {e.global_batch} samples a step"),
+        *((f"memory: {name}", _gib(getattr(m, name))) for name in kinds),
+        ("memory: logits and gradients of the head", _gib(m.logits)),
+        ("memory: gathered weights", _gib(m.gathered)),
+        ("memory: peak of tensors (not all at once)", _gib(m.peak)),
+        ("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside)),
+        ("memory needed", f"{need:,.1f} of {limit:,.1f} GiB, {verdict}"),
+        ("largest --bsz that fits", f"{e.largest_bsz:,}"),
+        ("step", f"{e.step_s:.4g} s"),
+    ]
+    shown = {name: s for name, s in e.parts_s.items() if s > 1e-6 * e.step_s}
+    rows += [(f"  {name}", f"{seconds:.4g} s") for name, seconds in shown.items()]
     if work.cpu_offload:
         rows.append(("  --cpu-offload", "its transfers are not counted"))
     if sent := memory_model.offloaded_bytes(work, work.layers_of(0)):

@@ -89,36 +89,15 @@ def executed_by(work: Work, trainer: Trainer, sac_policy: str) -> Work:
     )
 
 
-def plan_by(
-    words: str,
-    args: Args,
-    script: Script,
-    *others: Any,
-    imbalance: float | None = None,
-    **more: Any,
-) -> Plan:
+def plan_by(words: str, args: Args, script: Script, *others: Any) -> Plan:
     """`make_plan(args, script, ...)` of the trainer that words name; UsageError for what it cannot do.
 
-    Other trainers have FP8 and LoRA in layouts where our scripts refuse them. `imbalance`: rows of the
-    fullest ep rank over the mean.
+    Other trainers have FP8 and LoRA in layouts where our scripts refuse them.
     """
-    plan = _plan_by(words, args, script, *others, **more)
-    if imbalance is None:
-        return plan
-    if not plan.work.config.experts or plan.work.balanced or plan.work.parallelism.ep == 1:
-        raise UsageError("--imbalance: is for a learned router with --ep; leave it out")
-    if imbalance > plan.work.parallelism.ep:
-        raise UsageError(
-            f"--imbalance {imbalance:g}: is no more than --ep, where one rank has all rows"
-        )
-    return dataclasses.replace(plan, work=dataclasses.replace(plan.work, rows_over_mean=imbalance))
-
-
-def _plan_by(words: str, args: Args, script: Script, *others: Any, **more: Any) -> Plan:
     name, _, _ = words.partition(" ")
     trainer = find_trainer(words, args.fp8_recipe if args.use_fp8 else None)
     if trainer is OUR_TRAINER:
-        return make_plan(check(args, script), script, *others, **more)
+        return make_plan(check(args, script), script, *others)
     for what, given in {
         "--cpu-offload": args.cpu_offload,
         "--bf16-weights": args.bf16_weights,
@@ -134,7 +113,7 @@ def _plan_by(words: str, args: Args, script: Script, *others: Any, **more: Any) 
     plain = dataclasses.replace(args, **{field.name: field.default for field in taken})
     amp = "bf16" if args.amp == "auto" else args.amp  # what they refuse of fp16 is not known
     plain = dataclasses.replace(plain, sac_policy="block", amp=amp)
-    plan = _staged(plain, trainer, script, *others, **more)
+    plan = _staged(plain, trainer, script, *others)
     work = executed_by(plan.work, trainer, args.sac_policy)
     if (args.use_fp8 or args.lora_rank) and work.amp != "bf16":
         raise UsageError(f"--trainer {name}: --use-fp8 and --lora-rank need --amp bf16")
@@ -157,11 +136,11 @@ def _plan_by(words: str, args: Args, script: Script, *others: Any, **more: Any) 
     return dataclasses.replace(plan, work=work)
 
 
-def _staged(args: Args, trainer: Trainer, script: Script, *others: Any, **more: Any) -> Plan:
+def _staged(args: Args, trainer: Trainer, script: Script, *others: Any) -> Plan:
     """The plan; of a trainer whose `ends_are_layers`, with stages of one size where that adds up."""
     if args.pp and trainer.ends_are_layers and not args.pp_layers:
         simple = dataclasses.replace(args, pp_virtual=min(2, args.pp_virtual))
-        plan = make_plan(check(simple, script), script, *others, **more)
+        plan = make_plan(check(simple, script), script, *others)
         parallel, n = plan.work.parallelism, plan.work.config.num_hidden_layers
         stages = args.pp * args.pp_virtual
         each, rest = divmod(n + 2, stages)
@@ -171,4 +150,4 @@ def _staged(args: Args, trainer: Trainer, script: Script, *others: Any, **more: 
             return dataclasses.replace(
                 plan, work=dataclasses.replace(plan.work, parallelism=parallel)
             )
-    return make_plan(check(args, script), script, *others, **more)
+    return make_plan(check(args, script), script, *others)

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
+from llm_train_bench.base.tables import grouped
 from llm_train_bench.formulas.parameters import learnt_weights
 from llm_train_bench.formulas.scales import reductions, shared_dimensions
 from llm_train_bench.formulas.work import OUR_TRAINER, Parallelism, Work, alike
@@ -34,13 +35,6 @@ class RankWeight(NamedTuple):
     def unit(self) -> int:
         """The number of the block with which FSDP gathers it; -1 for all that is outside of blocks."""
         return -1 if self.weight.layer is None else self.weight.layer
-
-
-def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
-    """Bytes that a rank hands to collectives in a step, by kind; `pp_rank`: its pipeline group."""
-    if work.fsdp:
-        return fsdp_bytes(work, pp_rank) if work.world > 1 else {}
-    return ddp_bytes(work.lora.weights if work.lora else learnt_weights(work.config), work)
 
 
 def ddp_bytes(weights: Sequence[Weight], work: Work) -> dict[str, int]:
@@ -90,24 +84,29 @@ def _fsdp_bytes_of(work: Work, part: RankWeight) -> tuple[int, int, int]:
     return (size * width, reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
 
 
-def fsdp_bytes(work: Work, pp_rank: int = 0) -> dict[str, int]:
-    """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
+def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
+    """Bytes that a rank hands to collectives in a step, by kind; `pp_rank`: its pipeline group.
 
-    All of it in every micro step (with `reduce_last` gradients in the last alone), over up to three
+    FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient. All of it
+    in every micro step (with `reduce_last` gradients in the last alone), over up to three
     meshes, besides what tokens move. In a pipeline the bytes are of one of its groups of ranks, which
     gathers and reduces its stages once a step.
     """
     parallel, config, n_micro = work.parallelism, work.config, work.batch.grad_acc_steps
+    adapters = work.lora.weights if work.lora else []
+    if work.fsdp is None:
+        return ddp_bytes(adapters or learnt_weights(config), work)
+    if work.world == 1:
+        return {}
     micro_steps = 1 if parallel.pp > 1 else n_micro
-    reshard = work.fsdp is not None and work.fsdp.reshard
-    reductions = 1 if work.fsdp and work.fsdp.reduce_last else micro_steps
+    reductions = 1 if work.fsdp.reduce_last else micro_steps
     moved: Counter[str] = Counter()
     partial, layers = 0, work.layers_of(pp_rank)
-    weights = [*learnt_weights(config), *(work.lora.weights if work.lora else ())]
+    weights = [*learnt_weights(config), *adapters]
     for part in rank_weights(weights, config, parallel, pp_rank):
         block = part.weight.layer is not None
         gathered, reduced, replicated = _fsdp_bytes_of(work, part)
-        gathers = 2 if block and work.trains and reshard else 1
+        gathers = 2 if block and work.trains and work.fsdp.reshard else 1
         moved["all_gather"] += micro_steps * gathers * gathered
         moved["reduce_scatter"] += reductions * reduced
         moved["all_reduce"] += reductions * replicated
@@ -348,21 +347,19 @@ def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hard
 
 def unit_times(work: Work, gpu: Hardware, pp_rank: int) -> dict[int, tuple[float, float]]:
     """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
-    parallel, times = work.parallelism, {}
-    units = {layer: {} for layer in (-1, *work.layers_of(pp_rank))}
-    for part in rank_matrices(work.config, parallel, pp_rank):
-        sizes = units[part.unit].get(part.mesh, (0, 0, 0))
-        added = zip(sizes, _fsdp_bytes_of(work, part), strict=True)
-        units[part.unit][part.mesh] = tuple(map(sum, added))
-    for layer, meshes in units.items():
-        gather = reduce = 0.0
-        for mesh, (gathered, reduced, replicated) in meshes.items():
-            near = max(1, gpu.per_node * mesh // parallel.shards)  # ranks of the mesh in a node
-            gather += collective_time("all_gather", gathered, mesh, near, gpu)
-            reduce += collective_time("reduce_scatter", reduced, mesh, near, gpu)
-            # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
-            apart = max(1, gpu.per_node // parallel.shards)
-            reduce += collective_time("all_reduce", replicated, parallel.dp_replicate, apart, gpu)
+    parallel = work.parallelism
+    times = dict.fromkeys((-1, *work.layers_of(pp_rank)), (0.0, 0.0))
+    parts = rank_matrices(work.config, parallel, pp_rank)
+    # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
+    apart = max(1, gpu.per_node // parallel.shards)
+    for (layer, mesh), alike_parts in grouped(parts, lambda p: (p.unit, p.mesh)).items():
+        sizes = zip(*(_fsdp_bytes_of(work, part) for part in alike_parts), strict=True)
+        gathered, reduced, replicated = map(sum, sizes)
+        gather, reduce = times[layer]
+        near = max(1, gpu.per_node * mesh // parallel.shards)  # ranks of the mesh in a node
+        gather += collective_time("all_gather", gathered, mesh, near, gpu)
+        reduce += collective_time("reduce_scatter", reduced, mesh, near, gpu)
+        reduce += collective_time("all_reduce", replicated, parallel.dp_replicate, apart, gpu)
         times[layer] = gather, reduce
     return times
 

@@ -55,15 +55,14 @@ VERDICTS = ("fits", "may not fit", "does not fit")
 OURS, OTHERS = (0.9, 1.1), (0.7, 1.2)
 
 
+def margins(work: Work) -> tuple[float, float]:
+    """The parts of a device's memory up to which a step fits, and may fit."""
+    return OURS if work.trainer is OUR_TRAINER else OTHERS
+
+
 def verdict_of(needed: float, memory: float, work: Work) -> str:
     """Which of the verdicts holds for a step that needs so many bytes of a device's memory."""
-    sure, most = OURS if work.trainer is OUR_TRAINER else OTHERS
-    return VERDICTS[(needed > sure * memory) + (needed > most * memory)]
-
-
-def sure_part(work: Work) -> float:
-    """The part of a device's memory up to which a step fits."""
-    return (OURS if work.trainer is OUR_TRAINER else OTHERS)[0]
+    return VERDICTS[sum(needed > part * memory for part in margins(work))]
 
 
 def estimate_memory(
@@ -341,20 +340,19 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     """
     config, w, d = work.config, work.matmul_bytes, work.config.hidden_size
     norms = config.layers[layer].norms
-    numbers = norms * d * work.own_tokens
-    extra = 4 * norms * (1 if config.rms_norm else 2) * work.own_tokens
+    kept = norms * (w * d + 4 * (1 if config.rms_norm else 2)) * work.own_tokens
     if config.rms_norm and not fused_norm and not work.compiled:
-        extra += norms * d * (8 - w) * work.own_tokens  # input and product in fp32
-    for part in (_attention_kept(work, layer), _mlp_kept(work, layer)):
-        numbers, extra = numbers + part[0], extra + part[1]
+        kept += norms * d * (8 - w) * work.own_tokens  # input and product in fp32
+    kept += _attention_kept(work, layer) + _mlp_kept(work, layer)
     if work.lora:  # only adapters need their inputs; they keep what they map down to
         own = [adapter for adapter in work.lora.adapters if adapter.frozen.layer == layer]
-        numbers += sum(adapter.down.shape[0] for adapter in own) * work.gathered_tokens
+        kept += w * sum(adapter.down.shape[0] for adapter in own) * work.gathered_tokens
         adapted = {adapter.frozen for adapter in own}
-        kept = ("attn.qkv", "mlp.gate_up", "mlp.up", "mlp.down")
-        frozen = (w for w in config.linear_layers(layer) if w.module in kept and w not in adapted)
-        numbers -= sum(weight.shape[1] for weight in frozen) * work.gathered_tokens
-    return w * numbers + extra
+        modules = ("attn.qkv", "mlp.gate_up", "mlp.up", "mlp.down")
+        layers = (x for x in config.linear_layers(layer) if x.module in modules)
+        frozen = (x for x in layers if x not in adapted)
+        kept -= w * sum(weight.shape[1] for weight in frozen) * work.gathered_tokens
+    return kept
 
 
 def _input_shards(work: Work) -> int:
@@ -367,13 +365,13 @@ def _keeps_inputs(work: Work) -> bool:
     return not work.compiled or not work.fp8 or work.fp8.recipe == "rowwise_with_gw_hp"
 
 
-def states_kept(work: Work) -> tuple[float, float]:
-    """What a layer with states keeps, as _attention_kept says it; its chunks are in fp32.
+def states_kept(work: Work) -> float:
+    """Bytes that a layer with states keeps for its backward; its chunks are in fp32.
 
     C positions a chunk, N x P numbers of a state, for each of H heads: copies of the convolution's input
     and its sum; matrices of C x C pairs; queries and keys for every head; what enters and leaves norms.
     """
-    config, tp, tokens = work.config, work.parallelism.tp, work.gathered_tokens
+    config, tp, w = work.config, work.parallelism.tp, work.matmul_bytes
     r = present(config.recurrent)
     key, value = r.groups * r.state / tp, r.heads * r.head_dim / tp
     heads, chunk = r.heads / tp, min(r.chunk, work.batch.seq_len)
@@ -382,18 +380,19 @@ def states_kept(work: Work) -> tuple[float, float]:
         config.hidden_size + sum(r.segments) / tp + value + gates + r.kernel * channels + 2 * value
     )
     if work.trainer.modules:  # one kernel, which recomputes what passes within it
-        return (config.hidden_size + sum(r.segments) / tp + channels + 2 * value) * tokens, 0.0
+        numbers = config.hidden_size + sum(r.segments) / tp + channels + 2 * value
+        return w * numbers * work.gathered_tokens
     every, state = heads * r.state, r.state * value / chunk
     if r.delta:
         wide = 4 * key + 5 * every + value + (every + value) + value + state
         wide += 6 * chunk * heads + 3 * value + 10 * heads
     else:
         wide = 2 * key + 4 * every + 3 * value + state + 3 * chunk * heads + 4 * value + 7 * heads
-    return (numbers + r.delta * value) * tokens, 4 * wide * tokens
+    return (w * (numbers + r.delta * value) + 4 * wide) * work.gathered_tokens
 
 
-def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
-    """Numbers in the format of matmuls, and bytes of others, that attention keeps for its backward.
+def _attention_kept(work: Work, layer: int) -> float:
+    """Bytes that attention keeps for its backward.
 
     The input of its first layer, as all tp ranks have it; q, k, v and their rotated copies; output and
     log-sum-exp. Exchanges between cp ranks leave what came, not what was sent.
@@ -401,7 +400,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     config, parallel, te = work.config, work.parallelism, work.fp8_backend == "te"
     mixer = config.layers[layer].mixer
     if mixer is None:
-        return 0.0, 0.0
+        return 0.0
     if mixer == "recurrent":
         return states_kept(work)
     tp, cp, d = parallel.tp, parallel.cp, config.hidden_size
@@ -424,7 +423,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
             numbers += values - heads * m.nope_dim
         if work.masked:  # values and outputs as wide as queries
             numbers += 2 * (a - values)
-        return numbers * work.gathered_tokens, other * work.gathered_tokens
+        return (work.matmul_bytes * numbers + other) * work.gathered_tokens
     fused, rotated = a + 2 * kv, config.qk_norm or config.layers[layer].rope is not None
     if config.qk_norm:
         other += 4 * (heads + work.kv_heads)
@@ -441,7 +440,7 @@ def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
         other += a
     if config.output_gate:  # gates, their sigmoids, and the product
         numbers += 3 * a
-    return numbers * work.gathered_tokens, other * work.gathered_tokens
+    return (work.matmul_bytes * numbers + other) * work.gathered_tokens
 
 
 def _blocks_kept(work: Work) -> float:
@@ -465,12 +464,12 @@ def _pairs_kept(work: Work) -> float:
     return 4 * heads / work.parallelism.tp * work.batch.seq_len * work.gathered_tokens
 
 
-def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
+def _mlp_kept(work: Work, layer: int) -> float:
     """The same of a block's MLP, or of its experts: their rows come from any rank."""
     config, fp8, tp = work.config, work.fp8, work.parallelism.tp
     d, e = config.hidden_size, config.experts_of(layer)
     if config.layers[layer].mlp is None:
-        return 0.0, 0.0
+        return 0.0
     if e is None:
         f = config.intermediate_size / tp
         numbers, other = (2 * f if config.gated_mlp else f), 0.0
@@ -484,7 +483,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
                 numbers += f  # the activation's output before the product
         elif fp8 and fp8.all_gather:
             numbers += f
-        return numbers * work.gathered_tokens, other * work.gathered_tokens
+        return (work.matmul_bytes * numbers + other) * work.gathered_tokens
     f, rows = e.size, work.expert_rows
     # Rows, both halves, activation, product, and the output before it is weighed; gpt-oss clamps.
     seen = e.latent or d
@@ -502,7 +501,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
         gathered = d * (tp > 1) * (not work.keeps_shards)
         numbers += (gathered + 2 * e.wide * s) * work.gathered_tokens
         numbers += (d + 2) * work.own_tokens * e.shared_gate
-    return numbers, other
+    return work.matmul_bytes * numbers + other
 
 
 def _passing_activations(work: Work, layer: int) -> float:
@@ -539,34 +538,32 @@ def _sums_passing(work: Work) -> float:
 
 def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
     """Bytes that these blocks keep between forward and backward."""
-    config, w = work.config, work.matmul_bytes
-    d, f, total = config.hidden_size, config.intermediate_size, 0.0
-    for layer, *others in alike(work, layers):
-        times = 1 + len(others)
-        if layer not in work.recompute.blocks:
-            total += times * block_activations(work, fused_norm, layer)
-        elif work.recompute.policy == "cheap":
-            again = work.matmul_bytes * _cheap(work, layer)
-            total += times * (block_activations(work, fused_norm, layer) - again)
-        elif work.recompute.policy == "mlp":
-            numbers, other = _mlp_kept(work, layer)
-            kept = block_activations(work, fused_norm, layer) - w * numbers - other
-            total += times * kept
-        elif work.recompute.policy == "block":
-            total += times * w * work.own_tokens * d
-        else:
-            tp = work.parallelism.tp
-            a, kv = config.query_size / tp, work.kv_size
-            part = 1.0 if work.recompute.policy == "op" else 0.5
-            outputs = part * (1 if work.compiled else 2) * d  # compiled, not the last matmul's
-            elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp
-            elements += _blocks_kept(work)
-            other = 4 * config.num_attention_heads / tp
-            total += times * work.gathered_tokens * (w * elements + other)
-            total += times * w * work.own_tokens * (d + outputs)
-            if tp > 1 and not work.trainer.tp_shards:  # sums of which each rank has a part
-                total += times * w * work.gathered_tokens * 2 * d
-    return total
+    kinds = alike(work, layers)
+    return sum((len(same) * _block_kept(work, same[0], fused_norm) for same in kinds), 0.0)
+
+
+def _block_kept(work: Work, layer: int, fused_norm: bool) -> float:
+    """The same of one block."""
+    config, w, tp = work.config, work.matmul_bytes, work.parallelism.tp
+    d, f, policy = config.hidden_size, config.intermediate_size, work.recompute.policy
+    if layer not in work.recompute.blocks:
+        return block_activations(work, fused_norm, layer)
+    if policy == "block":
+        return w * work.own_tokens * d
+    if policy == "cheap":
+        return block_activations(work, fused_norm, layer) - w * _cheap(work, layer)
+    if policy == "mlp":
+        return block_activations(work, fused_norm, layer) - _mlp_kept(work, layer)
+    a, kv = config.query_size / tp, work.kv_size
+    part = 1.0 if policy == "op" else 0.5
+    outputs = part * (1 if work.compiled else 2) * d  # compiled, not the last matmul's
+    elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp
+    elements += _blocks_kept(work)
+    other = 4 * config.num_attention_heads / tp
+    kept = work.gathered_tokens * (w * elements + other) + w * work.own_tokens * (d + outputs)
+    if tp > 1 and not work.trainer.tp_shards:  # sums of which each rank has a part
+        kept += w * work.gathered_tokens * 2 * d
+    return kept
 
 
 def offloaded_bytes(work: Work, layers: Iterable[int]) -> float:
@@ -576,7 +573,7 @@ def offloaded_bytes(work: Work, layers: Iterable[int]) -> float:
 
 def _kept_here(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
     """Bytes of them that are on the device at a time: of a block in backward, and of the one before."""
-    block = max(_kept(work, [layer], fused_norm) for layer in layers)
+    block = max(_block_kept(work, layer, fused_norm) for layer in layers)
     return min(2 * block, _kept(work, layers, fused_norm))
 
 

@@ -14,7 +14,7 @@ code are here. benchmarks/estimate_vs_published.py compares the outcome with pub
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas import collectives
@@ -26,9 +26,9 @@ from llm_train_bench.formulas.flops import (
     recurrent_flops_per_token,
 )
 from llm_train_bench.formulas.memory_model import offloaded_bytes, states_kept
-from llm_train_bench.formulas.step_events import Around, Pieces, step_seconds
+from llm_train_bench.formulas.step_events import Pieces, step_seconds
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike, block_parameters
-from llm_train_bench.model.weights import Weight, sharded_dimension
+from llm_train_bench.model.weights import sharded_dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
     """
     groups = [group_pieces(work, gpu, group) for group in range(work.parallelism.pp)]
     pieces = [piece for piece, _ in groups]
-    laid = step_seconds(work, pieces, surroundings(work, gpu), gpu.platform == "cpu")
+    laid = step_seconds(work, pieces, gpu.platform == "cpu")
     micro_steps, slowest = work.batch.grad_acc_steps, slowest_node(work, gpu)
     pace = max(range(work.parallelism.pp), key=lambda group: pieces[group].computing)
     idle = laid.seconds - micro_steps * pieces[pace].computing - pieces[pace].optimizer
@@ -66,7 +66,8 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
         "hidden communication": hidden if hidden > 1e-12 else 0.0,
         "slowest node": laid.seconds * (slowest - 1),
     }
-    limited = power_bound(work, gpu, parts["memory-bound"] + parts["optimizer"])
+    joules = step_joules(work, gpu, parts["memory-bound"] + parts["optimizer"])
+    limited = joules / max(1.0, gpu.tdp_w - gpu.constants.waiting_w)
     step_s = laid.seconds * slowest
     parts["power limit"] = max(0.0, limited - step_s)
     return SpeedEstimate(max(step_s, limited), parts)
@@ -91,11 +92,6 @@ def step_joules(work: Work, gpu: Hardware, memory_s: float) -> float:
             total += work.batch.grad_acc_steps * work.gathered_tokens * widths * keys * passes
     joules = c.tflop_joules * (total - low) + c.low_tflop_joules * low
     return joules / 1e12 + c.gb_joules * (memory_s * gpu.memory_rate + moved) / 1e9
-
-
-def power_bound(work: Work, gpu: Hardware, memory_s: float) -> float:
-    """Seconds in which the device may use a step's energy under its power limit."""
-    return step_joules(work, gpu, memory_s) / max(1.0, gpu.tdp_w - gpu.constants.waiting_w)
 
 
 def least_time(work: Work, gpu: Hardware) -> float:
@@ -142,19 +138,12 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
     micro = max(computed, host)
     stretch = max(1.0, (micro - moves) / (forward + backward + sum(head)))
     each = stretch + moves / (forward + backward)
-    units, after = {}, 0.0
-    if work.fsdp:
-        units = collectives.unit_times(work, gpu, pp_rank)
-    elif work.shares_states and work.pass_type == "step":
-        size = collectives.ddp_bytes(_learnt(work), work).get("all_gather", 0)
-        after = collectives.collective_time("all_gather", size, work.world, gpu.per_node, gpu)
     pieces = Pieces(
         {i: t[0] * each for i, t in passes.items()},
         {i: t[1] * each for i, t in passes.items()},
         sum(head) * stretch,
-        units,
         _optimizer_time(work, held, gpu),
-        after,
+        **_exchanges(work, gpu, pp_rank),
     )
     idle = micro - computed
     return pieces, {
@@ -191,24 +180,25 @@ def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
     return each * (blocks + routers * routing * passes)
 
 
-def _learnt(work: Work) -> list[Weight]:
-    """Parameters whose gradients DDP reduces, without vectors."""
+def _exchanges(work: Work, gpu: Hardware, pp_rank: int) -> dict[str, Any]:
+    """The fields of a group's Pieces that say what its weights and gradients take on the network."""
+    if work.fsdp:
+        send_s = collectives.send_time(work, gpu) if work.parallelism.pp > 1 else 0.0
+        return {"units": collectives.unit_times(work, gpu, pp_rank), "send_s": send_s}
     every = work.lora.weights if work.lora else work.config.weights.values()
-    return [weight for weight in every if len(weight.shape) > 1]
-
-
-def surroundings(work: Work, gpu: Hardware) -> Around:
-    """DDP's buckets, or what a pipeline's sends take."""
-    if work.parallelism.pp > 1:
-        return Around(send_s=collectives.send_time(work, gpu))
-    size = collectives.ddp_bytes(_learnt(work), work).get("all_reduce", 0) if work.ddp else 0
-    if not work.ddp or not size:
-        return Around()
-    bucket, numbers = min(size, work.ddp.bucket_cap_mb * 2**20), block_parameters(work.config)
+    sizes = collectives.ddp_bytes([weight for weight in every if len(weight.shape) > 1], work)
+    if work.ddp is None or not sizes:
+        return {}
+    bucket = min(sizes["all_reduce"], work.ddp.bucket_cap_mb * 2**20)
+    buckets, numbers = sizes["all_reduce"] / bucket, block_parameters(work.config)
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
-    filled = {layer: size / bucket * numbers[layer] / whole for layer in work.layers}
-    seconds = collectives.collective_time("all_reduce", bucket, work.world, gpu.per_node, gpu)
-    return Around(filled, size / bucket, seconds)
+    ring = (work.world, gpu.per_node, gpu)
+    return {
+        "filled": {layer: buckets * numbers[layer] / whole for layer in work.layers},
+        "buckets": buckets,
+        "bucket_s": collectives.collective_time("all_reduce", bucket, *ring),
+        "after": collectives.collective_time("all_gather", sizes.get("all_gather", 0), *ring),
+    }
 
 
 def _moves(work: Work, time: "PartTime", moves: dict[str, float]) -> float:
@@ -461,8 +451,7 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
         heads += 6 * config.num_attention_heads / tp * work.batch.seq_len
     elements = norms * work.own_tokens + heads * work.gathered_tokens
     if spec.mixer == "recurrent":  # what is kept is written, and read by what comes next
-        numbers, others = states_kept(work)
-        elements = norms * work.own_tokens + 2 * (numbers + others / w)
+        elements = norms * work.own_tokens + 2 * states_kept(work) / w
     if spec.mlp is None:
         return w * elements
     if e is None:

@@ -10,23 +10,29 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from llm_train_bench.formulas.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Seconds of what a group does: forward and backward of blocks, head, collectives of units.
+    """Seconds of what a group does: forward and backward of blocks, head, optimizer, and collectives.
 
+    FSDP has those of units, and a pipeline sends. A block's gradients fill so many of DDP's buckets.
     `after` follows the optimizer.
     """
 
     forward: dict[int, float]
     backward: dict[int, float]
     head: float
-    units: dict[int, tuple[float, float]]
     optimizer: float
-    after: float
+    units: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    send_s: float = 0.0
+    filled: dict[int, float] = dataclasses.field(default_factory=dict)
+    buckets: float = 0.0
+    bucket_s: float = 0.0
+    after: float = 0.0
 
     @functools.cached_property
     def computing(self) -> float:
@@ -34,18 +40,7 @@ class Pieces:
         return sum(self.forward.values()) + sum(self.backward.values()) + self.head
 
 
-@dataclasses.dataclass(frozen=True)
-class Around:
-    """DDP's buckets: how many gradients of blocks, and all, fill; seconds of one. Or those of a send."""
-
-    filled: dict[int, float] = dataclasses.field(default_factory=dict)
-    buckets: float = 0.0
-    bucket_s: float = 0.0
-    send_s: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Laid:
+class Laid(NamedTuple):
     """Seconds of a step; of its collectives of weights and gradients; and when no group computes."""
 
     seconds: float
@@ -69,53 +64,54 @@ class Clock:
         return self.free[key]
 
 
-def lay_out(work: Work, pieces: list[Pieces], around: Around, clock: Clock) -> Laid:
+def lay_out(work: Work, pieces: list[Pieces], clock: Clock) -> Laid:
     """Put all events of a step on the clock."""
     exposed = 0.0
     if work.parallelism.pp > 1:
-        end, exposed = _pipeline(work, pieces, clock, around.send_s)
-    elif work.fsdp:
-        end = _sharded(work, pieces[0], clock)
+        end, exposed = _pipeline(work, pieces, clock)
     else:
-        end = _replicated(work, pieces[0], clock, around)
+        end = _replicas(work, pieces[0], clock)
     network = max(clock.busy[group, "network"] for group in range(work.parallelism.pp))
     return Laid(end, network, exposed)
 
 
-def step_seconds(work: Work, pieces: list[Pieces], around: Around, one_stream: bool) -> Laid:
+def step_seconds(work: Work, pieces: list[Pieces], one_stream: bool) -> Laid:
     """The seconds of a step of any number of micro batches."""
     number, pp = work.batch.grad_acc_steps, work.parallelism.pp
     rounds = _round_of(work) if work.parallelism.virtual > 1 else pp
     # A pipeline is in its stride once all groups have work, two rounds on.
     most = (2 if pp == 1 else 3) * rounds + number % rounds
     if number <= most + rounds:
-        return lay_out(work, pieces, around, Clock(one_stream))
+        return lay_out(work, pieces, Clock(one_stream))
 
     def laid(n: int) -> Laid:
         batch = dataclasses.replace(work.batch, grad_acc_steps=n)
-        return lay_out(dataclasses.replace(work, batch=batch), pieces, around, Clock(one_stream))
+        return lay_out(dataclasses.replace(work, batch=batch), pieces, Clock(one_stream))
 
     fewer, more = laid(most), laid(most + rounds)
     times = (number - most - rounds) / rounds
-    both = zip(dataclasses.astuple(fewer), dataclasses.astuple(more), strict=True)
-    return Laid(*(b + times * (b - a) for a, b in both))
+    return Laid(*(b + times * (b - a) for a, b in zip(fewer, more, strict=True)))
 
 
-def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
-    """FSDP: a block's gather is sent for when the block before begins, its reduction when it ends.
+def _replicas(work: Work, pieces: Pieces, clock: Clock) -> float:
+    """One device, or replicas that reduce gradients while the backward goes on.
 
-    Without prefetch a gather of the backward is sent for when the block before ends (FSDP1's
-    BACKWARD_POST). Where weights stay gathered, it happens in the first micro batch alone.
+    FSDP: a block's gather is sent for when the block before begins, its reduction when it ends. Without
+    prefetch a gather of the backward is sent for when the block before ends (FSDP1's BACKWARD_POST).
+    Where weights stay gathered, it happens in the first micro batch alone. DDP reduces full buckets, in
+    the last micro batch alone.
     """
-    trainer, layers, units, end = work.trainer, list(pieces.forward), pieces.units, 0.0
+    trainer, layers, end = work.trainer, list(pieces.forward), 0.0
+    units = pieces.units or dict.fromkeys((-1, *layers), (0.0, 0.0))
     whole = trainer.zero < 3
     passes = [("forward", layers, pieces.forward, True)]
     if work.trains:
         reshard = bool(work.fsdp and work.fsdp.reshard) and not whole
         passes.append(("backward", layers[::-1], pieces.backward, reshard))
-    n_micro, reduce_last = work.batch.grad_acc_steps, work.fsdp and work.fsdp.reduce_last
+    n_micro, once = work.batch.grad_acc_steps, work.ddp or (work.fsdp and work.fsdp.reduce_last)
+    filled = sent = 0.0
     for micro in range(n_micro):
-        reduces = micro + 1 == n_micro or not (reduce_last or trainer.zero < 2)
+        reduces = micro + 1 == n_micro or not (once or trainer.zero < 2)
         fetches = micro == 0 or not whole
         ready = clock.run(0, "network", fetches * units[-1][0], end)  # all but blocks
         for name, order, seconds, again in passes:
@@ -129,32 +125,17 @@ def _sharded(work: Work, pieces: Pieces, clock: Clock) -> float:
                 end = clock.run(0, "compute", seconds[layer], start)
                 if gathers and coming is not None and not ahead:
                     ready = clock.run(0, "network", units[coming][0], end)
-                if name == "backward" and reduces:
-                    clock.run(0, "network", units[layer][1], end)  # reduce its gradients
+                if name == "backward" and reduces:  # its gradients, or buckets that they filled
+                    filled += pieces.filled.get(layer, 0.0)
+                    full = int(filled - sent)
+                    sent += full
+                    clock.run(0, "network", units[layer][1] + full * pieces.bucket_s, end)
             if name == "forward":
                 end = ready = clock.run(0, "compute", pieces.head)  # and the loss
-            elif reduces:
-                end = clock.run(0, "network", units[-1][1], end)  # reduce the rest
-    return clock.run(0, "compute", pieces.optimizer, end)
-
-
-def _replicated(work: Work, pieces: Pieces, clock: Clock, around: Around) -> float:
-    """One device, or DDP: full buckets are reduced while the backward of the last micro batch goes on."""
-    layers, micro_steps = list(pieces.forward), work.batch.grad_acc_steps
-    filled = sent = done = end = 0.0
-    for micro in range(micro_steps):
-        for layer in layers:
-            clock.run(0, "compute", pieces.forward[layer])
-        done = clock.run(0, "compute", pieces.head)
-        for layer in reversed(layers) if work.trains else ():
-            done = clock.run(0, "compute", pieces.backward[layer])
-            filled += around.filled.get(layer, 0.0) if micro + 1 == micro_steps else 0.0
-            if full := int(filled - sent):
-                end = clock.run(0, "network", full * around.bucket_s, done)
-                sent += full
-    left = (around.buckets - sent) * around.bucket_s
-    end = clock.run(0, "network", left, done)  # reduce the last buckets
-    end = clock.run(0, "compute", pieces.optimizer, max(end, done))
+            elif reduces:  # the rest
+                left = (pieces.buckets - sent) * pieces.bucket_s
+                end = clock.run(0, "network", units[-1][1] + left, end)
+    end = clock.run(0, "compute", pieces.optimizer, end)
     return clock.run(0, "network", pieces.after, end)  # gather parameters
 
 
@@ -185,7 +166,7 @@ def _order(work: Work, group: int) -> Iterator[tuple[bool, int, int]]:
             yield at(k - warm, True)
 
 
-def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> tuple[float, float]:
+def _pipeline(work: Work, pieces: list[Pieces], clock: Clock) -> tuple[float, float]:
     """Groups take turns by the schedule; streams travel between them beside the computation.
 
     Returns the step's end, and the seconds before the first and after the last pass.
@@ -217,8 +198,8 @@ def _pipeline(work: Work, pieces: list[Pieces], clock: Clock, send_s: float) -> 
                 start = max(start, gathered[stage])
                 end = clock.run(group, "compute", seconds[stage][back], start)
                 if 0 <= stage + step < stages:
-                    clock.run(group, "send", send_s, end)
-                    arrived[back, stage + step, micro] = end + send_s
+                    clock.run(group, "send", pieces[group].send_s, end)
+                    arrived[back, stage + step, micro] = end + pieces[group].send_s
                 elif not back:
                     arrived[True, stage, micro] = end
                 reducible[stage] = end

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from llm_train_bench.base.hardware import family_of
+from llm_train_bench.base.tables import grouped
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.options import USUAL_OPTIONS, AttentionKernel, ModelOptions
@@ -165,11 +166,8 @@ def block_parameters(config: ModelConfig) -> list[int]:
 
 def alike(work: "Work", layers: Iterable[int]) -> list[list[int]]:
     """These blocks, those of a kind together: of the same parts and window, recomputed or not."""
-    found: dict[Any, list[int]] = {}
     again, kinds = set(work.recompute.blocks), _layer_kinds(work.config)
-    for layer in layers:
-        found.setdefault((kinds[layer], layer in again), []).append(layer)
-    return list(found.values())
+    return list(grouped(layers, lambda layer: (kinds[layer], layer in again)).values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,12 @@ A moment belongs to the kernel that computes. If none computes, it belongs to co
 """
 
 import bisect
+import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict
@@ -22,6 +23,7 @@ from llm_train_bench.trace.kernel_names import (
     LOSS,
     MATMUL,
     OPTIMIZER,
+    collective_kind,
     kernel_class,
     matmul_format,
     operator_class,
@@ -30,7 +32,8 @@ from llm_train_bench.trace.read_trace import Ranges, Span, Trace
 
 HOST, IDLE = "host", "idle"
 N_COSTLIEST = 10
-Interval = tuple[float, float]
+Piece = tuple[float, float]  # start and end [us]
+Interval = tuple[float, float, float, Any]  # its order, start, end, and what it is
 
 
 class CostlyKernel(Strict):
@@ -82,18 +85,15 @@ class Breakdown(StepTime):
         return self.matmul_flops / self.matmul_s / 1e12
 
 
-class _Parts(NamedTuple):
-    """What a trace's steps are made of, all steps together [us]."""
+class Activity(NamedTuple):
+    """A GPU's kernel or copy, or a CPU's operator, with its class.
 
-    window: Interval
-    steps: int
-    classes: dict[str, float]
-    overlapped: float
-    calls: Counter[tuple[str, str]]
-    """Of kernels or operators, by name and class; `times` are their times."""
-    times: dict[tuple[str, str], float]
-    matmul_flops: float | None
-    gaps: list[Interval]
+    `pieces` say when it runs itself [us]: an operator's leave out the operators inside it.
+    """
+
+    span: Span
+    label: str
+    pieces: list[Piece]
 
 
 def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:
@@ -101,68 +101,63 @@ def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:
 
     `matmul_flops`, the FLOPs of a step's matmuls, are taken from recorded shapes where not given.
     """
-    parts = _gpu_parts(trace) if trace.gpu else _cpu_parts(trace)
-    n = parts.steps
-    if matmul_flops is None and parts.matmul_flops and not trace.lists_idle_gpu:
-        matmul_flops = parts.matmul_flops / n
-    matmul_times = (t for (_, label), t in parts.times.items() if label.startswith(MATMUL))
-    begin, end = parts.window
+    begin, end, n = _window(trace)
     if end <= begin:
         raise UsageError(f"{trace.path}: its steps take no time; is it a PyTorch trace?")
+    inside = [a for a in activities(trace) if a.span.end > begin and a.span.start < end]
+    # On a CPU copies are its own work, and communication runs on other threads.
+    orders = {COMMUNICATION: 1, COPIES: 2} if trace.gpu else {}
+    intervals: list[Interval] = []
+    times: dict[tuple[str, str], float] = defaultdict(float)
+    for span, label, pieces in inside:
+        for start, stop in ((max(a, begin), min(b, end)) for a, b in pieces):
+            if label != HOST and stop >= start:
+                intervals.append((orders.get(label, 0), start, stop, label))
+                times[span.name, label] += stop - start
+    if not trace.gpu:
+        others = (s for s in trace.host_spans if s.thread != trace.training_thread)
+        intervals += [
+            (1, max(s.start, begin), min(s.end, end), COMMUNICATION)
+            for s in others
+            if operator_class(s.name) == COMMUNICATION
+        ]
+    classes: dict[str, float] = defaultdict(float)
+    exposed, gaps = 0.0, []
+    for start, stop, first in sweep(intervals, begin, end):
+        if first is None:
+            gaps.append((start, stop))
+            classes[IDLE if trace.gpu else HOST] += stop - start
+        else:
+            classes[first[-1]] += stop - start
+            exposed += stop - start if first[0] == 1 else 0.0
+    communication = union((a, b) for order, a, b, _ in intervals if order == 1)
+    if matmul_flops is None and not trace.lists_idle_gpu:
+        matmul_flops = (_recorded_flops(trace, inside, begin) or 0.0) / n or None
+    calls = Counter((a.span.name, a.label) for a in inside)
     return Breakdown(
         n_steps=n,
         step_time_s=(end - begin) / n / 1e6,
-        classes_s=_per_step(parts.classes, n),
-        communication_overlapped_s=parts.overlapped / n / 1e6,
-        host_gaps=_host_gaps(trace, parts.gaps, n),
+        classes_s=_per_step(classes, n),
+        communication_overlapped_s=max(0.0, communication - exposed) / n / 1e6,
+        host_gaps=_host_gaps(trace, gaps, n),
         kernels=[
-            CostlyKernel(name=name, kind=k, calls=parts.calls[name, k] / n, time_s=t / n / 1e6)
-            for (name, k), t in sorted(parts.times.items(), key=lambda item: -item[1])
+            CostlyKernel(name=name, kind=kind, calls=calls[name, kind] / n, time_s=t / n / 1e6)
+            for (name, kind), t in sorted(times.items(), key=lambda item: -item[1])
         ],
-        matmul_s=sum(matmul_times) / n / 1e6,
+        matmul_s=sum(t for (_, kind), t in times.items() if kind.startswith(MATMUL)) / n / 1e6,
         matmul_flops=matmul_flops,
     )
 
 
-def _gpu_parts(trace: Trace) -> _Parts:
-    begin, end, steps = _gpu_window(trace)
-    labels = _label(trace)
-    activities = [
-        (max(s.start, begin), min(s.end, end), label, s.name)
-        for s, label in zip(trace.gpu, labels, strict=True)
-        if s.end > begin and s.start < end
-    ]
-    classes: dict[str, float] = defaultdict(float)
-    gaps: list[Interval] = []
-    for start, stop, label in sweep(((a, b, label) for a, b, label, _ in activities), begin, end):
-        classes[label] += stop - start
-        if label == IDLE:
-            gaps.append((start, stop))
-    communication = union(
-        (a, b) for a, b, label, _ in activities if priority(label) == priority(COMMUNICATION)
-    )
-    overlapped = max(0.0, communication - classes[COMMUNICATION])
-    calls: Counter[tuple[str, str]] = Counter()
-    times: dict[tuple[str, str], float] = defaultdict(float)
-    for a, b, label, name in activities:
-        calls[name, label] += 1
-        times[name, label] += b - a
-    # One operator may need several kernels (split-k).
-    matmuls = {
-        trace.operator_id(s)
-        for s, label in zip(trace.gpu, labels, strict=True)
-        if label.startswith(MATMUL) and begin <= s.start < end
-    }
-    flops = _flops_of(("", trace.operators.get(id)) for id in matmuls)
-    return _Parts((begin, end), steps, classes, overlapped, calls, times, flops, gaps)
+def _window(trace: Trace) -> tuple[float, float, int]:
+    """The begin, the end and the number of the steps.
 
-
-def _gpu_window(trace: Trace) -> tuple[float, float, int]:
-    """The begin, the end and the number of the steps that the GPU worked for.
-
-    From the first step's start, or the end of older work still running then, to the last end. First steps
-    whose work or launches were not recorded are left out.
+    On a GPU from the first step's start, or the end of older work still running then, to the last end.
+    First steps whose work or launches were not recorded are left out.
     """
+    if not trace.gpu:
+        spans = trace.steps or trace.host[trace.training_thread]
+        return spans[0].start, max(s.end for s in spans), max(1, len(trace.steps))
     end = max(s.end for s in trace.gpu)
     if not trace.steps:
         return trace.gpu[0].start, end, 1
@@ -182,17 +177,53 @@ def _gpu_window(trace: Trace) -> tuple[float, float, int]:
     return max(starts[lost], min(older, first)), end, len(starts) - lost
 
 
-def _label(trace: Trace) -> list[str]:
-    """Each GPU activity's class: by its name, or in the loss and the optimizer by the range."""
-    ranges, labels = Ranges([s for s in trace.host_spans if _mark_of(s)]), []
+def activities(trace: Trace) -> list[Activity]:
+    """What a trace's GPU does, or without one its training thread, in order of start."""
+    if not trace.gpu:
+        return _operators(trace.host.get(trace.training_thread, []))
+    ranges, found = Ranges(s for s in trace.host_spans if _mark_of(s)), []
     for span in trace.gpu:
         launch = trace.launch_of(span)
         around = launch and ranges.innermost(launch.thread, launch.start)
         label = COPIES if span.category != "kernel" else kernel_class(span.name)
         label = _marked(label, _mark_of(around) if around else None)
         types = trace.operators.get(trace.operator_id(span), {}).get("Input type")
-        labels.append(_with_format(label, span.name, types))
-    return labels
+        label = _with_format(label, span.name, types)
+        found.append(Activity(span, label, [(span.start, span.end)]))
+    return found
+
+
+def _operators(spans: list[Span]) -> list[Activity]:
+    """One thread's spans; one without a class takes that of the span around it."""
+    found: list[Activity] = []
+    stack: list[tuple[float, str, str | None]] = []
+    for span in spans:
+        while stack and stack[-1][0] <= span.start:
+            stack.pop()
+        _, around, mark = stack[-1] if stack else (0.0, HOST, None)
+        mark = _mark_of(span) or mark
+        label = operator_class(span.name)
+        if span.category == "user_annotation" and label != COMMUNICATION:
+            label = HOST
+        label = around if label is None else _marked(label, mark)
+        label = _with_format(label, "", span.args.get("Input type"))
+        stack.append((span.end, label, mark))
+        found.append(Activity(span, label, []))
+    # Of the spans around a moment the one that began last is the innermost.
+    depths = ((-i, a.span.start, a.span.end, a) for i, a in enumerate(found))
+    for start, stop, first in sweep(depths, -math.inf, math.inf):
+        if first is not None:
+            first[-1].pieces.append((start, stop))
+    return found
+
+
+def collectives(trace: Trace) -> list[tuple[str, Span]]:
+    """Transfers between ranks by kind, in order: NCCL's kernels, or ranges of gloo's own threads."""
+    spans = [s for s in trace.gpu if kernel_class(s.name) == COMMUNICATION]
+    if not trace.gpu:
+        spans = [s for s in trace.host_spans if s.name.startswith("gloo:")]
+        spans.sort(key=lambda s: s.start)
+    return [(collective_kind(s.args.get("Collective name"), s.name), s) for s in spans]
 
 
 def _with_format(label: str, name: str, types: list[str] | None) -> str:
@@ -201,18 +232,19 @@ def _with_format(label: str, name: str, types: list[str] | None) -> str:
     return f"{label} {known}" if known else label
 
 
-def _flops_of(matmuls: Iterable[tuple[str, dict | None]]) -> float | None:
-    """FLOPs of matmuls by name and the shapes in their arguments; None unless each one has shapes."""
-    total = 0.0
-    for name, arguments in matmuls:
-        flops = matmul_flops_of((arguments or {}).get("Input Dims"), name)
-        if flops is None:
-            return None
-        total += flops
-    return total
+def _recorded_flops(trace: Trace, inside: list[Activity], begin: float) -> float | None:
+    """FLOPs of matmuls by the shapes of their operators; None unless each one has shapes."""
+    if trace.gpu:  # one operator may need several kernels (split-k)
+        kernels = (a.span for a in inside if a.label.startswith(MATMUL) and a.span.start >= begin)
+        operators = {trace.operator_id(kernel) for kernel in kernels}
+        matmuls = [("", trace.operators.get(operator, {})) for operator in operators]
+    else:
+        matmuls = [(span.name, span.args) for span in host_matmuls(a.span for a in inside)]
+    flops = [matmul_flops_of(args.get("Input Dims"), name) for name, args in matmuls]
+    return None if None in flops else sum(filter(None, flops))
 
 
-def _host_gaps(trace: Trace, gaps: list[Interval], n: int) -> HostGaps | None:
+def _host_gaps(trace: Trace, gaps: list[Piece], n: int) -> HostGaps | None:
     """Idle moments that began before the host began to launch the next kernel."""
     if not trace.gpu or not trace.launches:
         return None
@@ -239,93 +271,13 @@ def _host_gaps(trace: Trace, gaps: list[Interval], n: int) -> HostGaps | None:
     )
 
 
-def _cpu_parts(trace: Trace) -> _Parts:
-    thread, steps = trace.training_thread, trace.steps
-    spans = trace.host.get(thread, [])
-    begin = steps[0].start if steps else spans[0].start
-    end = steps[-1].end if steps else max(s.end for s in spans)
-    spans = [s for s in spans if s.end > begin and s.start < end]
-    # gloo has its own threads; communication that the training thread only waits for is exposed.
-    elsewhere = [
-        (max(s.start, begin), min(s.end, end))
-        for s in trace.host_spans
-        if s.thread != thread and operator_class(s.name) == COMMUNICATION
-    ]
-    classes: dict[str, float] = defaultdict(float)
-    times: dict[tuple[str, str], float] = defaultdict(float)
-    exposed = 0.0
-    labels = dict(zip(map(id, spans), span_labels(spans), strict=True))
-    for start, stop, span in pieces_of_thread(spans, begin, end):
-        label, length = labels[id(span)] if span else HOST, stop - start
-        if span and label != HOST:
-            times[span.name, label] += length
-        else:
-            waiting = union((max(a, start), min(b, stop)) for a, b in elsewhere)
-            exposed += waiting
-            classes[COMMUNICATION] += waiting
-            length -= waiting
-        classes[label] += length
-    return _Parts(
-        (begin, end),
-        max(1, len(steps)),
-        classes,
-        union(elsewhere) - exposed,
-        Counter((s.name, labels[id(s)]) for s in spans),
-        times,
-        _flops_of((s.name, s.args) for s in host_matmuls(spans)),
-        [],
-    )
-
-
-def pieces_of_thread(
-    spans: list[Span], begin: float, end: float
-) -> Iterator[tuple[float, float, Span | None]]:
-    """Cut begin ... end into pieces, each with the innermost of one thread's spans around it."""
-    now, stack = begin, []
-    for span in [*spans, None]:
-        start = span.start if span else end
-        while stack and stack[-1].end <= start:
-            inner = stack.pop()
-            if inner.end > now:
-                yield now, min(inner.end, end), inner
-                now = min(inner.end, end)
-        if start > now:
-            yield now, start, stack[-1] if stack else None
-            now = start
-        if span:
-            stack.append(span)
-
-
-def span_labels(spans: list[Span]) -> Iterator[str]:
-    """Class of each span's own time; a span without a class takes that of the span around it."""
-    stack: list[tuple[float, str, str | None]] = []
-    for span in spans:
-        while stack and stack[-1][0] <= span.start:
-            stack.pop()
-        _, around, mark = stack[-1] if stack else (0.0, HOST, None)
-        mark = _mark_of(span) or mark
-        label = operator_class(span.name)
-        if span.category == "user_annotation" and label != COMMUNICATION:
-            label = HOST
-        label = around if label is None else _marked(label, mark)
-        label = _with_format(label, "", span.args.get("Input type"))
-        stack.append((span.end, label, mark))
-        yield label
-
-
-def outermost(spans: Iterable[Span]) -> list[Span]:
-    """One thread's spans that lie in no other of its spans."""
+def host_matmuls(spans: Iterable[Span]) -> list[Span]:
+    """One thread's matmuls that lie in no other, without those that are a part of attention in blocks."""
     outer: list[Span] = []
     for span in spans:
-        if not outer or span.start >= outer[-1].end:
+        counts = _mark_of(span) == ATTENTION or operator_class(span.name) == MATMUL
+        if counts and not (outer and span.start < outer[-1].end):
             outer.append(span)
-    return outer
-
-
-def host_matmuls(spans: Iterable[Span]) -> list[Span]:
-    """One thread's matmuls, without those that are a part of attention in blocks."""
-    kinds = ((s, _mark_of(s) == ATTENTION) for s in spans)
-    outer = outermost(s for s, blocks in kinds if blocks or operator_class(s.name) == MATMUL)
     return [span for span in outer if operator_class(span.name) == MATMUL]
 
 
@@ -370,47 +322,30 @@ def _per_step(micros: dict[str, float], n: int) -> dict[str, float]:
     return {name: value / n / 1e6 for name, value in ordered if value > 0}
 
 
-def priority(label: str) -> int:
-    """Order of labels that share a moment: computation, communication, copies, nothing."""
-    return {COMMUNICATION: 1, COPIES: 2, IDLE: 3}.get(label, 0)
-
-
 def sweep(
-    intervals: Iterable[tuple[float, float, str]], begin: float, end: float
-) -> list[tuple[float, float, str]]:
-    """Cut begin ... end into pieces of one label each: compute over communication over copies.
-
-    If two kernels compute at once, the moment counts for the one that started first.
-    """
-    waiting = sorted(intervals)
-    pieces: list[tuple[float, float, str]] = []
-    now, i = begin, 0
-    running: list[tuple[int, float, float, str]] = []  # priority, start, end, label
+    intervals: Iterable[Interval], begin: float, end: float
+) -> Iterator[tuple[float, float, Interval | None]]:
+    """Cut begin ... end into pieces, each with the least of the intervals around it, or None."""
+    waiting = sorted(intervals, key=lambda interval: interval[1], reverse=True)
+    running: list[Interval] = []  # a heap
+    now = begin
     while now < end:
-        while i < len(waiting) and waiting[i][0] <= now:
-            a, b, label = waiting[i]
-            running.append((priority(label), a, b, label))
-            i += 1
-        running = [r for r in running if r[2] > now]
-        upcoming = waiting[i][0] if i < len(waiting) else end
-        if running:
-            _, _, stop, label = min(running)
-            # Something of a higher priority may start before this ends.
-            stop = min(stop, upcoming, end)
-        else:
-            stop, label = min(upcoming, end), IDLE
-        if pieces and pieces[-1][2] == label and pieces[-1][1] == now and label != IDLE:
-            pieces[-1] = (pieces[-1][0], stop, label)
-        else:
-            pieces.append((now, stop, label))
+        while waiting and waiting[-1][1] <= now:
+            heapq.heappush(running, waiting.pop())
+        while running and running[0][2] <= now:
+            heapq.heappop(running)
+        first = running[0] if running else None
+        # Something of a lower order may start before this ends.
+        upcoming = waiting[-1][1] if waiting else end
+        stop = min(first[2] if first else end, upcoming, end)
+        yield now, stop, first
         now = stop
-    return pieces
 
 
-def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """The intervals in order, with those that overlap or touch as one."""
-    result: list[Interval] = []
-    for a, b in sorted(intervals):
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces in order, with those that overlap or touch as one."""
+    result: list[Piece] = []
+    for a, b in sorted(pieces):
         if result and a <= result[-1][1]:
             result[-1] = result[-1][0], max(result[-1][1], b)
         elif b > a:
@@ -418,6 +353,6 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
     return result
 
 
-def union(intervals: Iterable[Interval]) -> float:
-    """Length that the intervals cover together."""
-    return math.fsum(b - a for a, b in joined(intervals))
+def union(pieces: Iterable[Piece]) -> float:
+    """Length that the pieces cover together."""
+    return math.fsum(b - a for a, b in joined(pieces))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 MATMUL, ATTENTION, COMMUNICATION, COPIES = "matmul", "attention", "communication", "copies"
 LOSS, OPTIMIZER, ELEMENTWISE = "loss", "optimizer", "elementwise"
-CONVOLUTION, SCAN, EMBEDDING = "convolution", "scan", "embedding"
 
 # Functions that say nothing by themselves: their template arguments name what they compute.
 _WRAPPERS = re.compile(

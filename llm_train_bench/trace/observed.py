@@ -8,15 +8,9 @@ from collections.abc import Callable, Iterator
 from pydantic import Field
 
 from llm_train_bench.base.strict import Strict
-from llm_train_bench.trace.breakdown import host_matmuls, union
-from llm_train_bench.trace.kernel_names import (
-    COMMUNICATION,
-    MATMUL,
-    collective_kind,
-    kernel_class,
-    matmul_format,
-    named,
-)
+from llm_train_bench.base.tables import grouped
+from llm_train_bench.trace.breakdown import collectives, host_matmuls, union
+from llm_train_bench.trace.kernel_names import MATMUL, kernel_class, matmul_format, named
 from llm_train_bench.trace.read_trace import Span, Trace
 
 # PyTorch's operators of attention. They tell more than kernels: AOTriton serves two of them.
@@ -132,17 +126,12 @@ def _matmuls(trace: Trace) -> Counter[str]:
 
 def _collectives(trace: Trace, ranks: int, n: int) -> dict[str, CollectiveUse]:
     """Collectives by kind: NCCL's and RCCL's kernels, or gloo's ranges on its own threads."""
-    by_kind: dict[str, list[Span]] = defaultdict(list)
-    for span in trace.gpu or trace.host_spans:
-        if trace.gpu and kernel_class(span.name) != COMMUNICATION:
-            continue
-        if not trace.gpu and not span.name.startswith("gloo:"):
-            continue
-        kind = collective_kind(span.args.get("Collective name"), span.name).replace("_", "-")
-        if kind in _ON_THE_BUS:
-            by_kind[kind].append(span)
+    by_kind = grouped(collectives(trace), lambda call: call[0].replace("_", "-"))
     uses = {}
-    for kind, spans in by_kind.items():
+    for kind, calls in by_kind.items():
+        if kind not in _ON_THE_BUS:
+            continue
+        spans = [span for _, span in calls]
         seconds = union((s.start, s.end) for s in spans) / n / 1e6
         use = uses[kind] = CollectiveUse(calls=len(spans) / n, time_s=seconds)
         sizes = [(s, size) for s in spans if (size := _input_bytes(s)) is not None]
