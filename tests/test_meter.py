@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
 
 import compare
@@ -566,14 +564,9 @@ def test_a_generator_or_a_program_that_ends_has_not_failed(tmp_path):
 
 
 def test_settings_of_a_loop_are_not_our_flags(measured, tmp_path):
-    """A loop's `profile` is no profiler, and TensorBoard shows no defaults of flags that it has not."""
+    """A loop's `profile` is no profiler."""
     r = measured(6, settings={"profile": "fast", "nsys_start": 3, "sample": 7})
     assert read_result(tmp_path / r["run_name"]).invalid == []
-    events = EventAccumulator(str(tmp_path / r["run_name"] / "tensorboard")).Reload()
-    content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
-    shown = HParamsPluginData.FromString(content).session_start_info.hparams
-    names = {"model", "profile", "nsys_start", "sample", "tokens_per_step", "seq_len"}
-    assert shown.keys() == names and shown["sample"].number_value == 7
 
 
 def test_a_loop_may_change_its_directory(tmp_path, monkeypatch):

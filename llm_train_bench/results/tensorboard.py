@@ -1,6 +1,5 @@
-"""TensorBoard: scalars of each step, what ran as text, and hparams with the final metrics."""
+"""TensorBoard: scalars of each step, and the final metrics. Needs no torch."""
 
-import json
 import os
 import platform
 import time
@@ -11,11 +10,9 @@ from typing import Any
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from llm_train_bench.base.tables import markdown_cell, markdown_table
 from llm_train_bench.results.metrics import RUN_COLUMNS
-from llm_train_bench.results.result_files import Step, finite_numbers, step_figures, storable
-from llm_train_bench.results.schema import METER_LENGTH, Result
-from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults
+from llm_train_bench.results.result_files import Step, finite_numbers, step_figures
+from llm_train_bench.results.schema import Result
 
 Event: Any = vars(event_pb2)["Event"]  # classes of protocol buffers are made at run time
 SessionLog: Any = vars(event_pb2)["SessionLog"]
@@ -87,46 +84,10 @@ class TensorBoardFile:
     def _add(self, **fields: Any) -> None:
         self.records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
-    def describe(self, result: Result) -> None:
-        """Write as text what is about to run."""
-        # Takes a second; --help need not wait for it.
-        from torch.utils.tensorboard.summary import text
-
-        parts = {"arguments": result.args, "model": result.model.shape}
-        parts |= {"device": result.device.model_dump(), "environment": result.environment}
-        for name, content in parts.items():
-            cells = [(k, v if isinstance(v, str) else json.dumps(v)) for k, v in content.items()]
-            rows = [(k, markdown_cell(" ".join(v.splitlines()))) for k, v in cells]
-            table = markdown_table((name, "value"), rows, left=["value"])
-            self._add(summary=text(f"run/{name}", storable(table)))
-        self.file.flush()
-
     def conclude(self, result: Result) -> None:
-        """Write the arguments and the final metrics for the HPARAMS tab, which compares runs."""
-        from torch.utils.tensorboard.summary import hparams
-
+        """Write the final metrics and the losses of evaluations."""
         m, last = result.metrics, self.last_step
-        settings: dict[str, Any] = {"model": result.model.name}
-        told = {k: v for k, v in result.args.items() if k not in METER_LENGTH}
-        if result.ours:
-            default = defaults(Args)
-            told = {
-                name: value
-                for name, flag in declared(Args).items()
-                if (
-                    (value := result.args.get(name, default[name])) != default[name]
-                    or flag.headline
-                )
-                and flag.kind is not OUTPUT
-            }
-        for name, value in told.items():
-            plain = isinstance(value, bool | int | float | str)
-            settings[name] = value if plain else str(value).lower()
-        settings.pop("config", None)
-        metrics = finite_numbers({f"final/{name}": getattr(m, name) for name in RUN_COLUMNS})
-        for summary in hparams(storable(settings), metrics):
-            self._add(summary=summary)
-        self._scalars(metrics, last)  # the HPARAMS tab shows a tag's last value
+        self._scalars({f"final/{name}": getattr(m, name) for name in RUN_COLUMNS}, last)
         if last > self.last_memory_step:
             self._add_memory(last)
         losses = [(result.first_step, m.val_loss_before), *m.val_losses, (last + 1, m.val_loss)]

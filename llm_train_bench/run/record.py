@@ -116,9 +116,7 @@ class RunRecord:
         if not self.output.no_tensorboard:
             directory, memory = self.directory / "tensorboard", lambda: peak_memory(self.device)
             peak = device.peak_bf16_tflops
-            board = TensorBoardFile(directory, flops, peak, device.count, memory, first_step)
-            board.describe(self.result)
-            yield board
+            yield TensorBoardFile(directory, flops, peak, device.count, memory, first_step)
 
     def make_directory(self) -> int:
         """Make the run's directory; the run's first step."""
