@@ -233,7 +233,7 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
     assert {"energy", "fp8"} <= extras  # of any image: the union installs, so each image's do
     assert install(image, *sorted(extras)) == "" and before < installed(image)
     names = {package.partition("==")[0] for package in installed(image)}
-    assert {"PyYAML", "pydantic", "rich", "tensorboard", "torchao", "nvidia-ml-py"} <= names
+    assert {"PyYAML", "pydantic", "tensorboard", "torchao", "nvidia-ml-py"} <= names
 
 
 OLD, LEFT = "torchao==0.14.0+git1", "install.sh: left out torchao>=0.15: "

@@ -1,16 +1,14 @@
-"""Output for people: a progress bar during the run, and a table to paste into a report."""
+"""Output for people: progress during the run, and a table to paste into a report."""
 
 import contextlib
 import datetime
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from llm_train_bench.base.errors import printable
 from llm_train_bench.base.tables import markdown_table, number
@@ -43,7 +41,10 @@ PHASES = {"warmup": "warm-up", "resume": "resumed", "measure": "measured", "prof
 
 
 class ProgressDisplay:
-    """A bar on a terminal; elsewhere a line for the first step, then every 30 s. On standard error."""
+    """Where the run is, on standard error: on a terminal one line, which each step writes anew.
+
+    Elsewhere a line for the first step, then every 30 s.
+    """
 
     LINE_S = 30.0
 
@@ -52,31 +53,19 @@ class ProgressDisplay:
         n_steps: int,
         flops_per_token: float | None,
         peak_tflops: float | None,
-        bar: bool = True,
+        rewrite: bool = True,
     ):
         """`flops_per_token` (palm) is per device; with its dense `peak_tflops` steps show MFU.
 
-        Without `bar` a terminal has lines too: another program may draw there.
+        Without `rewrite` a terminal has lines too: another program may draw there.
         """
         self.n_steps, self.flops_per_token, self.peak_tflops = n_steps, flops_per_token, peak_tflops
-        self.bar = None
-        console = Console(stderr=True)
-        if bar and console.is_terminal:
-            # Drawn only when steps are handed on: a separate drawing thread would take time from
-            # the loop.
-            text, figures = "{task.description}", "{task.fields[figures]}"
-            columns = text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), figures
-            self.bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
-            self.task = self.bar.add_task("warm-up", total=n_steps, figures="")
-            self.bar.start()
+        self.rewrites = rewrite and os.isatty(2)
         self.line_at = -math.inf
 
     def __call__(self, steps: list[Step]) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self.show(steps[-1])
-
-    def show(self, step: Step) -> None:
-        """Show where the run is."""
+        """Show the last of these steps."""
+        step = steps[-1]
         done, rate, now = step.step + 1, step.tokens / step.step_time_s, time.perf_counter()
         figures = f"{rate:,.0f} tok/s"
         if step.loss is not None:
@@ -84,22 +73,24 @@ class ProgressDisplay:
         if self.peak_tflops and self.flops_per_token:
             tflops = rate * self.flops_per_token / 1e12
             figures += f"  {tflops:,.4g} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
-        name = PHASES[step.phase]
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done, description=name, figures=figures)
-            self.bar.refresh()
+        known = 2 < step.step < self.n_steps - 1  # the first steps compile
+        seconds = round((self.n_steps - done) * step.step_time_s)
+        left = f"  {datetime.timedelta(seconds=seconds)} left" if known else ""
+        line = f"step {done}/{self.n_steps}  {PHASES[step.phase]}  {figures}{left}"
+        if self.rewrites:
+            self._rewrite(line[: shutil.get_terminal_size().columns - 1])
         elif now >= self.line_at + self.LINE_S or done == self.n_steps:
-            known = 2 < step.step < self.n_steps - 1  # the first steps compile
-            seconds = round((self.n_steps - done) * step.step_time_s)
-            left = f"  {datetime.timedelta(seconds=seconds)} left" if known else ""
-            say(f"step {done}/{self.n_steps}  {name}  {figures}{left}")
+            say(line)
             self.line_at = now
 
     def close(self) -> None:
-        """Take the bar off the screen."""
-        if self.bar is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self.bar.stop()
+        """Take the line off a terminal."""
+        if self.rewrites:
+            self._rewrite("")
+
+    def _rewrite(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def print_header(result: Result, work: Work) -> None:
