@@ -15,7 +15,7 @@ from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.formulas.parameters import count_active_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.results.metrics import metric_rows
-from llm_train_bench.results.result_files import Step
+from llm_train_bench.results.result_files import Step, step_figures
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.trace.breakdown_table import breakdown_tables
 
@@ -66,16 +66,16 @@ class ProgressDisplay:
     def __call__(self, steps: list[Step]) -> None:
         """Show the last of these steps."""
         step = steps[-1]
-        done, rate, now = step.step + 1, step.tokens / step.step_time_s, time.perf_counter()
-        figures = f"{rate:,.0f} tok/s"
+        done, now = step.step + 1, time.perf_counter()
+        known = step_figures(step, self.flops_per_token, self.peak_tflops)
+        figures = f"{known['speed/tokens_per_sec']:,.0f} tok/s"
         if step.loss is not None:
             figures = f"loss {step.loss:.4f}  {figures}"
-        if self.peak_tflops and self.flops_per_token:
-            tflops = rate * self.flops_per_token / 1e12
-            figures += f"  {tflops:,.4g} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
-        known = 2 < step.step < self.n_steps - 1  # the first steps compile
+        if (mfu := known["speed/mfu"]) is not None:
+            figures += f"  {known['speed/model_tflops_per_gpu']:,.4g} TFLOP/s  MFU {mfu:.1%}"
         seconds = round((self.n_steps - done) * step.step_time_s)
-        left = f"  {datetime.timedelta(seconds=seconds)} left" if known else ""
+        steady = 2 < step.step < self.n_steps - 1  # the first steps compile
+        left = f"  {datetime.timedelta(seconds=seconds)} left" if steady else ""
         line = f"step {done}/{self.n_steps}  {PHASES[step.phase]}  {figures}{left}"
         if self.rewrites:
             self._rewrite(line[: shutil.get_terminal_size().columns - 1])

@@ -288,11 +288,21 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return [e for e in entries if isinstance(e, dict)]
 
 
-def step_figures(step: Step) -> dict[str, float | None]:
-    """The figures of a step, by their tags in TensorBoard and the trackers."""
+def step_figures(
+    step: Step, flops_per_token: float | None = None, peak_tflops: float | None = None
+) -> dict[str, float | None]:
+    """The figures of a step, by their tags in TensorBoard and the trackers; FLOPs are per device."""
     rate = step.tokens / step.step_time_s
-    figures = {"train/loss": step.loss, "train/lr": step.lr, "train/grad_norm": step.grad_norm}
-    return figures | {"speed/step_time_s": step.step_time_s, "speed/tokens_per_sec": rate}
+    tflops = flops_per_token and rate * flops_per_token / 1e12
+    return {
+        "train/loss": step.loss,
+        "train/lr": step.lr,
+        "train/grad_norm": step.grad_norm,
+        "speed/step_time_s": step.step_time_s,
+        "speed/tokens_per_sec": rate,
+        "speed/model_tflops_per_gpu": tflops,
+        "speed/mfu": tflops / peak_tflops if tflops and peak_tflops else None,
+    }
 
 
 def finite(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,14 @@ Summary: Any = vars(summary_pb2)["Summary"]
 class TensorBoardFile:
     """A sink of steps that writes their figures to an event file.
 
-    Rates are derived from `flops_per_token` (palm) and `peak_tflops` of each of `n_devices`, where
-    known. `memory` gives figures in GiB, asked for every ten seconds.
+    `flops_per_token` (palm) is per device; with its dense `peak_tflops` steps have an MFU.
     """
-
-    MEMORY_INTERVAL_S = 10.0
 
     def __init__(
         self,
         directory: Path,
         flops_per_token: float | None,
         peak_tflops: float | None,
-        n_devices: int,
-        memory: Callable[[], dict[str, float | None]],
         first_step: int = 0,
     ):
         # The caller writes: a writing thread would take time from the loop at any moment, and could
@@ -50,30 +45,13 @@ class TensorBoardFile:
         # What earlier attempts wrote of this step and of later ones is not shown.
         self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
-        self.n_devices, self.memory = n_devices, memory
-        self.last_memory, self.last_memory_step = 0.0, -1
         self.last_step = 0
 
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
-            self.write(step)
+            self._scalars(step_figures(step, self.flops_per_token, self.peak_tflops), step.step)
+        self.last_step = steps[-1].step
         self.file.flush()
-
-    def write(self, step: Step) -> None:
-        """Write the event of one step."""
-        rate = step.tokens / step.step_time_s
-        flops = self.flops_per_token
-        tflops = rate * flops / 1e12 / self.n_devices if flops else None
-        mfu = tflops / self.peak_tflops if tflops and self.peak_tflops else None
-        scalars = step_figures(step) | {"speed/model_tflops_per_gpu": tflops, "speed/mfu": mfu}
-        if time.perf_counter() - self.last_memory > self.MEMORY_INTERVAL_S:
-            self._add_memory(step.step)
-        self.last_step = step.step
-        self._scalars(scalars, step.step)
-
-    def _add_memory(self, step: int) -> None:
-        self.last_memory, self.last_memory_step = time.perf_counter(), step
-        self._scalars({f"memory/{name}": gib for name, gib in self.memory().items()}, step)
 
     def _scalars(self, figures: Mapping[str, float | None], step: int) -> None:
         """Write the known figures, each under its tag."""
@@ -88,8 +66,6 @@ class TensorBoardFile:
         """Write the final metrics and the losses of evaluations."""
         m, last = result.metrics, self.last_step
         self._scalars({f"final/{name}": getattr(m, name) for name in RUN_COLUMNS}, last)
-        if last > self.last_memory_step:
-            self._add_memory(last)
         losses = [(result.first_step, m.val_loss_before), *m.val_losses, (last + 1, m.val_loss)]
         for step, loss in losses if m.val_loss_before is not None else ():
             self._scalars({"validation/loss": loss}, step)
