@@ -45,7 +45,6 @@ class Remark(BaseModel, extra="forbid", frozen=True):
     text: str
     advice: str = ""
     from_figures: bool = False
-    """Whether it follows from the figures of its result."""
 
 
 class Remarked:
@@ -72,8 +71,8 @@ class Remarked:
 
 def derived_remarks(r: "Result") -> Iterator[Remark]:
     """The remarks that follow from a result's figures, each once."""
-    made = [Remark(kind="invalid", text=text, advice=advice) for text, advice in _not_steady(r)]
-    made += [Remark(kind="invalid", text=text, advice=advice) for text, advice in _impossible(r)]
+    wrong = (*_not_steady(r), *_impossible(r))
+    made = [Remark(kind="invalid", text=text, advice=why) for text, why in wrong]
     made += [remark for use in r.devices for remark in device_remarks(use)]
     made += [Remark(kind="disturbed", text=text, advice=why) for text, why in _disturbances(r)]
     for remark in dict.fromkeys(made):
