@@ -12,7 +12,7 @@ root=${BENCH_TEST_ROOT:-} # tests put another /dev, /sys, /proc and /etc before 
 gpus=all cpu="" dry="" engine="" asked="" container="" output=$repo/runs
 cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/llm-train-bench
 fixed=""          # the last option that a running container cannot follow
-mounts=() asked_variables=() files=()
+extra=()          # mounts and variables; they follow args, since of several variables the last counts
 podman="" rootless="" # what the engine is
 
 # Variables of the host that concern a run, keys and tokens among them, but no paths: the image has others.
@@ -58,7 +58,7 @@ add_mount() { # SOURCE TARGET [,readonly]. A comma, quote or line break would sa
     local source=$1
     [[ $source = /* ]] || source=$PWD/$source
     [[ $source$2 != *[,\"$'\n']* ]] || die "$source${2:+:$2}: a path with comma, quote or line break cannot be mounted" 2
-    mounts+=(--mount "type=bind,src=$source,dst=${2:-$source}${3:-}")
+    extra+=(--mount "type=bind,src=$source,dst=${2:-$source}${3:-}")
 }
 
 set_option() { # NAME VALUE
@@ -76,13 +76,12 @@ set_option() { # NAME VALUE
         fixed=$1
         ;;
     --env)
-        [[ $2 =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "--env ${2%%=*}: must be a NAME, whose variable is exported here" 2
-        printenv "$2" >/dev/null || die "--env $2: is not exported here" 2
-        asked_variables+=("$2")
+        printenv "$2" >/dev/null || die "--env ${2%%=*}: must be a NAME, whose variable is exported here" 2
+        extra+=(-e "$2")
         ;;
     --env-file)
         [ -f "$2" ] && [ -r "$2" ] || die "--env-file $2: cannot be read" 2
-        files+=(--env-file "$2")
+        extra+=(--env-file "$2")
         ;;
     *) die "$1: no such option; see $script --help" 2 ;;
     esac
@@ -155,7 +154,7 @@ user_arguments() { # the user of the host, to whom belongs what a run writes
     fi
     args+=(--user "$user" --security-opt label=disable) # SELinux would not let it read what is mounted
     # Without a name for the user id, PyTorch before 2.13 finds no place for its caches.
-    variables+=("USER=$user_name" "LOGNAME=$user_name" HOME=/cache/home)
+    args+=(-e "USER=$user_name" -e "LOGNAME=$user_name" -e HOME=/cache/home)
 }
 
 mount_arguments() {
@@ -165,13 +164,12 @@ mount_arguments() {
     add_mount "$output" "$workdir/runs"
     add_mount "$kept" /cache
     for name in NCCL_TOPO_FILE LLM_TRAIN_BENCH_HARDWARE; do # each names a file, which keeps its path
-        [ -z "${!name:-}" ] || variables+=("$name")
+        [ -z "${!name:-}" ] || args+=(-e "$name")
         [[ ${!name:-} != /* ]] || add_mount "${!name}" "" ,readonly
     done
     [ -n "$dry" ] || mkdir -p "$kept/home" "$output" "$repo/runs" # docker would make them as root
-    args+=("${mounts[@]}" --workdir "$workdir")
-    variables+=(XDG_CACHE_HOME=/cache/xdg TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton)
-    variables+=(HF_HOME=/cache/hf AITER_JIT_DIR=/cache/aiter CK_JIT_CACHE_DIR=/cache/ck)
+    args+=(-e XDG_CACHE_HOME=/cache/xdg -e TORCHINDUCTOR_CACHE_DIR=/cache/inductor)
+    args+=(-e TRITON_CACHE_DIR=/cache/triton -e HF_HOME=/cache/hf -e AITER_JIT_DIR=/cache/aiter -e CK_JIT_CACHE_DIR=/cache/ck)
 }
 
 pass_host_variables() { # by name, so that no command line has their values
@@ -179,22 +177,14 @@ pass_host_variables() { # by name, so that no command line has their values
     # With --gpus the container has these GPUs only, and numbers them from 0.
     [ "$gpus" = all ] || kept_back+='|_VISIBLE_DEVICES$'
     for name in $(compgen -e | grep -E "$passed_on" | grep -Ev "$kept_back"); do
-        variables+=("$name")
-    done
-}
-
-environment_arguments() { # of several the last counts, and -e before a file
-    local variable
-    args+=("${files[@]}")
-    for variable in "${variables[@]}" "${asked_variables[@]}"; do
-        args+=(-e "$variable")
+        args+=(-e "$name")
     done
 }
 
 run() { # in a container that args start or enter: print or do
     # Through bash: NVIDIA's images set up their driver libraries in its start-up files.
     # shellcheck disable=SC2016
-    local line=("$engine" "${args[@]}" "$1" bash -c 'exec "$@"' bash "${command[@]}")
+    local line=("$engine" "${args[@]}" "${extra[@]}" "$1" bash -c 'exec "$@"' bash "${command[@]}")
     [ -n "$dry" ] || exec "${line[@]}"
     printf '%q ' "${line[@]}"
     echo
@@ -204,15 +194,14 @@ enter() { # IMAGE TREE of the container that runs
     [ -z "$fixed" ] || die "$fixed: container $container runs already, and cannot follow; --name starts another"
     [ "$2" = "$repo" ] || die "container $container is of another tree, $2; --name starts another"
     echo "$script: entering container $container of image $1, with its GPUs and directories" >&2
-    args=(exec "${terminal[@]}" --workdir "$workdir")
+    args=(exec "${common[@]}")
     pass_host_variables
-    environment_arguments
     run "$container"
 }
 
 start() {
     find_image
-    args=(run --rm --init --pull=never "${terminal[@]}" --name "$container" --label "llm-train-bench.tree=$repo")
+    args=(run "${common[@]}" --rm --init --pull=never --name "$container" --label "llm-train-bench.tree=$repo")
     if [ -z "$cpu" ]; then
         find_gpus
         gpu_arguments
@@ -221,8 +210,7 @@ start() {
     user_arguments
     mount_arguments
     pass_host_variables
-    variables+=("BENCH_IMAGE_NAME=$image" "BENCH_IMAGE_DIGEST=$digest")
-    environment_arguments
+    args+=(-e "BENCH_IMAGE_NAME=$image" -e "BENCH_IMAGE_DIGEST=$digest")
     run "$image"
 }
 
@@ -230,9 +218,9 @@ main() {
     parse "$@"
     find_engine
     # The revision of the mounted tree, not of the image.
-    variables=("BENCH_GIT_SHA=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)")
-    terminal=(-i)
-    [ ! -t 0 ] || [ ! -t 1 ] || terminal+=(-t)
+    common=(-i --workdir "$workdir"
+        -e "BENCH_GIT_SHA=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)")
+    [ ! -t 0 ] || [ ! -t 1 ] || common+=(-t)
     local format='{{.Config.Image}}|{{index .Config.Labels "llm-train-bench.tree"}}' its_image="" its_tree
     IFS='|' read -r its_image its_tree < <("$engine" container inspect --format "$format" "$container" 2>/dev/null) || true
     if [ -n "$its_image" ]; then # where there is none docker prints an empty line
