@@ -38,9 +38,8 @@ def open_tokens(path: str | Path, dtype: str = "auto") -> np.ndarray:
     header = np.frombuffer(start, dtype="<i4") if len(start) == HEADER_BYTES else [0, 0, 0]
     magic, version, count = map(int, header[:3])
     width = FORMATS.get((magic, version))
-    if width is None and magic in {
-        known for known, _ in FORMATS
-    }:  # it would be trained on as tokens
+    # Such a header would be trained on as tokens.
+    if width is None and any(magic == known for known, _ in FORMATS):
         raise UsageError(f"{path}: has llm.c's magic {magic}, but of version {version}: not known")
     if width is None and dtype == "auto":
         raise UsageError(
