@@ -1,9 +1,8 @@
-"""Processes of our own that never outlive this one, and directories that are gone after it."""
+"""Processes of our own that never outlive this one, and directories that are gone after them."""
 
 import contextlib
 import functools
 import os
-import shlex
 import signal
 import subprocess
 import tempfile
@@ -57,16 +56,6 @@ def signal_session(pid: int, number: int) -> None:
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A temporary directory that is removed when this process ends, even if it is killed."""
+    """A temporary directory that is removed at the end of the block."""
     with tempfile.TemporaryDirectory("", "llm-train-bench-", ignore_cleanup_errors=True) as path:
-        # The shell reads until this process has ended, and its children had the time to end too.
-        remove = f"cat; sleep 2; rm -rf -- {shlex.quote(path)}"
-        shell, null = ["/bin/sh", "-c", remove], subprocess.DEVNULL
-        watch = subprocess.Popen(
-            shell, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
-        )
-        try:
-            yield Path(path)
-        finally:
-            watch.kill()
-            watch.communicate()
+        yield Path(path)
