@@ -61,45 +61,39 @@ add_mount() { # SOURCE TARGET [,readonly]. A comma, quote or line break would sa
     extra+=(--mount "type=bind,src=$source,dst=${2:-$source}${3:-}")
 }
 
-set_option() { # NAME VALUE
-    case $1 in
-    --gpus) gpus=$2 fixed=$1 ;;
-    --image) asked=$2 fixed=$1 ;;
-    --output) output=$2 fixed=$1 ;;
-    --cache) cache=$2 fixed=$1 ;;
-    --name) container=$2 ;;
-    --engine) engine=$2 ;;
-    --mount)
-        [[ $2 =~ ^([^:]+)(:(/[^:]*))?(:ro)?$ ]] ||
-            die "--mount $2: must be HOST[:CONTAINER][:ro], and CONTAINER a whole path" 2
-        add_mount "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]}" "${BASH_REMATCH[4]:+,readonly}"
-        fixed=$1
-        ;;
-    --env)
-        printenv "$2" >/dev/null || die "--env ${2%%=*}: must be a NAME, whose variable is exported here" 2
-        extra+=(-e "$2")
-        ;;
-    --env-file)
-        [ -f "$2" ] && [ -r "$2" ] || die "--env-file $2: cannot be read" 2
-        extra+=(--env-file "$2")
-        ;;
-    *) die "$1: no such option; see $script --help" 2 ;;
-    esac
-    [[ $2 = [!-]* ]] || die "$1 needs a value; see $script --help" 2
-}
-
 parse() {
+    local option value
     while [[ ${1:-} = -* ]]; do
-        case $1 in
+        option=$1 value=${2:-}
+        shift
+        case $option in
         -h | --help) usage && exit ;;
-        --dry-run) dry=1 ;;
-        --cpu) cpu=1 ;;
-        --) shift && break ;;
-        *)
-            set_option "$1" "${2:-}"
-            shift
+        --dry-run) dry=1 && continue ;;
+        --cpu) cpu=1 && continue ;;
+        --) break ;;
+        --gpus) gpus=$value fixed=$option ;;
+        --image) asked=$value fixed=$option ;;
+        --output) output=$value fixed=$option ;;
+        --cache) cache=$value fixed=$option ;;
+        --name) container=$value ;;
+        --engine) engine=$value ;;
+        --mount)
+            [[ $value =~ ^([^:]+)(:(/[^:]*))?(:ro)?$ ]] ||
+                die "--mount $value: must be HOST[:CONTAINER][:ro], and CONTAINER a whole path" 2
+            add_mount "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]}" "${BASH_REMATCH[4]:+,readonly}"
+            fixed=$option
             ;;
+        --env)
+            printenv "$value" >/dev/null || die "--env ${value%%=*}: must be a NAME, whose variable is exported here" 2
+            extra+=(-e "$value")
+            ;;
+        --env-file)
+            [ -f "$value" ] && [ -r "$value" ] || die "--env-file $value: cannot be read" 2
+            extra+=(--env-file "$value")
+            ;;
+        *) die "$option: no such option; see $script --help" 2 ;;
         esac
+        [[ $value = [!-]* ]] || die "$option needs a value; see $script --help" 2
         shift
     done
     command=("${@:-bash}")
