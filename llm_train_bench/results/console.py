@@ -15,7 +15,7 @@ from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.formulas.parameters import count_active_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.results.metrics import metric_rows
-from llm_train_bench.results.result_files import Step, step_figures
+from llm_train_bench.results.result_files import Step, commit_of, step_figures
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.trace.breakdown_table import breakdown_tables
 
@@ -148,12 +148,13 @@ def remark_lines(result: Result) -> Iterator[str]:
 def table_rows(result: Result) -> list[tuple[str, str]]:
     """Name and value of each line of the final table: the run, its metrics, memory and devices."""
     s, k = result.model, result.memory
-    commit = (result.environment["git_sha"] or "no git")[:10]
-    dirty = "+changes" if result.environment["git_dirty"] else ""
     rows = [
         ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)" if s.n_parameters else s.name),
         ("device", f"{result.device.count} x {result.device.name}"),
-        ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
+        (
+            "torch, commit",
+            f"{result.environment['libraries']['torch']}, {commit_of(result.environment)}",
+        ),
         *[("invalid", why + "; ..." * (len(result.invalid) > 1)) for why in result.invalid[:1]],
         *metric_rows(result.metrics),
     ]
@@ -180,7 +181,4 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
 def _device_row(d: DeviceUse) -> str:
     text = f"{d.sm_clock_mean_mhz:,.0f} of {number(d.sm_clock_limit_mhz, ',.0f')} MHz, "
     text += f"{number(d.average_power_w, '.0f')} (peak {number(d.peak_power_w, '.0f')}) of "
-    text += f"{number(d.power_limit_w, '.0f')} W, {number(d.temperature_max_c, '.0f')} C"
-    held = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
-    text += f", HELD DOWN: {held}" if held else ""
-    return f"{text}, SHARED" if d.other_processes else text
+    return text + f"{number(d.power_limit_w, '.0f')} W, {number(d.temperature_max_c, '.0f')} C"
