@@ -33,10 +33,10 @@ METRICS = {name: Metric(**row) for name, row in FIELDS["Metrics"].items()}
 RUN_COLUMNS = [name for name, metric in METRICS.items() if "runs" in metric.shows]
 MEANS = [name for name, metric in METRICS.items() if "mean" in metric.shows]
 _TYPES = {"float": float, "int": int, "str": str, "bool": bool}
-_FIELDS: dict[str, Any] = {name: (_TYPES[row.type] | None, None) for name, row in METRICS.items()}
+_DECLARED: dict[str, Any] = {name: (_TYPES[row.type] | None, None) for name, row in METRICS.items()}
 
 
-class Metrics(create_model("Figures", __base__=Strict, **_FIELDS)):
+class Metrics(create_model("Figures", __base__=Strict, **_DECLARED)):
     """Everything measured; None where it could not be, with the reason in `remarks`.
 
     Those below are not one figure, or have another default; fields.toml declares all others.
