@@ -1,8 +1,9 @@
-"""Processes of our own that never outlive this one, and directories that are gone after them."""
+"""Processes of our own that never outlive this one, and directories that are gone after it."""
 
 import contextlib
 import functools
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -56,6 +57,16 @@ def signal_session(pid: int, number: int) -> None:
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A temporary directory that is removed at the end of the block."""
+    """A temporary directory that is removed when this process ends, even if it is killed."""
     with tempfile.TemporaryDirectory("", "llm-train-bench-", ignore_cleanup_errors=True) as path:
-        yield Path(path)
+        # The shell reads until this process has ended, and its children had the time to end too.
+        remove = f"cat; sleep 2; rm -rf -- {shlex.quote(path)}"
+        shell, null = ["/bin/sh", "-c", remove], subprocess.DEVNULL
+        watch = subprocess.Popen(
+            shell, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
+        )
+        try:
+            yield Path(path)
+        finally:
+            watch.kill()
+            watch.communicate()
