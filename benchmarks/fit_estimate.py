@@ -158,7 +158,7 @@ def main() -> None:
         for path, changed in ((HARDWARE_FILE, of_devices), (TRAINERS_FILE, of_trainers)):
             path.write_text(changed(path.read_text(encoding="utf-8"), values), encoding="utf-8")
         hardware.devices.cache_clear()
-        hardware.constants.cache_clear()
+        hardware.our_hardware.cache_clear()
 
 
 def of_devices(text: str, values: dict[str, float]) -> str:

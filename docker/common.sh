@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# What launch.sh and launch_amd.sh share; they source it. They set script, vendor, image, older_image (its name in the
-# first llm-train-bench) and build, and the functions find_gpus (says what is missing) and gpu_arguments (adds to args).
+# What launch.sh and launch_amd.sh share; they source it. They set script, vendor, image and build, and the
+# functions find_gpus (says what is missing) and gpu_arguments (adds to args).
 set -euo pipefail
-: "${script:?}" "${vendor:?}" "${image:?}" "${older_image:?}" "${build:?}"
+: "${script:?}" "${vendor:?}" "${image:?}" "${build:?}"
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 workdir=/workspace/llm-train-bench
@@ -12,7 +12,7 @@ root=${BENCH_TEST_ROOT:-} # tests put another /dev, /sys, /proc and /etc before 
 gpus=all cpu="" dry="" engine="" asked="" container="" output=$repo/runs
 cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/llm-train-bench
 fixed=""          # the last option that a running container cannot follow
-mounts=() asked_variables=() files=()
+extra=()          # mounts and variables; they follow args, since of several variables the last counts
 podman="" rootless="" # what the engine is
 
 # Variables of the host that concern a run, keys and tokens among them, but no paths: the image has others.
@@ -58,57 +58,49 @@ add_mount() { # SOURCE TARGET [,readonly]. A comma, quote or line break would sa
     local source=$1
     [[ $source = /* ]] || source=$PWD/$source
     [[ $source$2 != *[,\"$'\n']* ]] || die "$source${2:+:$2}: a path with comma, quote or line break cannot be mounted" 2
-    mounts+=(--mount "type=bind,src=$source,dst=${2:-$source}${3:-}")
-}
-
-set_option() { # NAME VALUE
-    case $1 in
-    --gpus) gpus=$2 fixed=$1 ;;
-    --image) asked=$2 fixed=$1 ;;
-    --output) output=$2 fixed=$1 ;;
-    --cache) cache=$2 fixed=$1 ;;
-    --name) container=$2 ;;
-    --engine) engine=$2 ;;
-    --mount)
-        [[ $2 =~ ^([^:]+)(:(/[^:]*))?(:ro)?$ ]] ||
-            die "--mount $2: must be HOST[:CONTAINER][:ro], and CONTAINER a whole path" 2
-        add_mount "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]}" "${BASH_REMATCH[4]:+,readonly}"
-        fixed=$1
-        ;;
-    --env)
-        [[ $2 =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "--env ${2%%=*}: must be a NAME, whose variable is exported here" 2
-        printenv "$2" >/dev/null || die "--env $2: is not exported here" 2
-        asked_variables+=("$2")
-        ;;
-    --env-file)
-        [ -f "$2" ] && [ -r "$2" ] || die "--env-file $2: cannot be read" 2
-        files+=(--env-file "$2")
-        ;;
-    *) die "$1: no such option; see $script --help" 2 ;;
-    esac
-    [[ $2 = [!-]* ]] || die "$1 needs a value; see $script --help" 2
+    extra+=(--mount "type=bind,src=$source,dst=${2:-$source}${3:-}")
 }
 
 parse() {
+    local option value
     while [[ ${1:-} = -* ]]; do
-        case $1 in
+        option=$1 value=${2:-}
+        shift
+        case $option in
         -h | --help) usage && exit ;;
-        --dry-run) dry=1 ;;
-        --cpu) cpu=1 ;;
-        --) shift && break ;;
-        *)
-            set_option "$1" "${2:-}"
-            shift
+        --dry-run) dry=1 && continue ;;
+        --cpu) cpu=1 && continue ;;
+        --) break ;;
+        --gpus) gpus=$value fixed=$option ;;
+        --image) asked=$value fixed=$option ;;
+        --output) output=$value fixed=$option ;;
+        --cache) cache=$value fixed=$option ;;
+        --name) container=$value ;;
+        --engine) engine=$value ;;
+        --mount)
+            [[ $value =~ ^([^:]+)(:(/[^:]*))?(:ro)?$ ]] ||
+                die "--mount $value: must be HOST[:CONTAINER][:ro], and CONTAINER a whole path" 2
+            add_mount "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]}" "${BASH_REMATCH[4]:+,readonly}"
+            fixed=$option
             ;;
+        --env)
+            printenv "$value" >/dev/null || die "--env ${value%%=*}: must be a NAME, whose variable is exported here" 2
+            extra+=(-e "$value")
+            ;;
+        --env-file)
+            [ -f "$value" ] && [ -r "$value" ] || die "--env-file $value: cannot be read" 2
+            extra+=(--env-file "$value")
+            ;;
+        *) die "$option: no such option; see $script --help" 2 ;;
         esac
+        [[ $value = [!-]* ]] || die "$option needs a value; see $script --help" 2
         shift
     done
     command=("${@:-bash}")
     if [ -n "$cpu" ]; then
         vendor=cpu image=llm-train-bench:cpu build="docker build -t llm-train-bench:cpu -f docker/Dockerfile.cpu ."
     fi
-    asked=${asked:-${BENCH_IMAGE:-}}
-    image=${asked:-$image}
+    image=${asked:-${BENCH_IMAGE:-$image}}
     user_name=$(id -un 2>/dev/null || id -u)
     container=${container:-llm-train-bench-${user_name//[^A-Za-z0-9_.-]/_}-$vendor}
     [[ $gpus =~ ^(all|[0-9]+(,[0-9]+)*)$ ]] || die "--gpus $gpus: must be all, or numbers: 0,1" 2
@@ -131,14 +123,8 @@ find_engine() {
 }
 
 find_image() { # and its digest for the run's result, since a container cannot know it
-    local format='{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}' name
-    for name in "$image" "$older_image"; do
-        if digest=$("$engine" image inspect --format "$format" "$name" 2>&1); then
-            image=$name
-            return
-        fi
-        [ -z "$asked$cpu" ] || break # only the default image has an older name
-    done
+    local format='{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}'
+    ! digest=$("$engine" image inspect --format "$format" "$image" 2>&1) || return 0
     lack "no image $image (${digest##*$'\n'}); build it: $build"
     digest=unknown
 }
@@ -162,7 +148,7 @@ user_arguments() { # the user of the host, to whom belongs what a run writes
     fi
     args+=(--user "$user" --security-opt label=disable) # SELinux would not let it read what is mounted
     # Without a name for the user id, PyTorch before 2.13 finds no place for its caches.
-    variables+=("USER=$user_name" "LOGNAME=$user_name" HOME=/cache/home)
+    args+=(-e "USER=$user_name" -e "LOGNAME=$user_name" -e HOME=/cache/home)
 }
 
 mount_arguments() {
@@ -172,13 +158,12 @@ mount_arguments() {
     add_mount "$output" "$workdir/runs"
     add_mount "$kept" /cache
     for name in NCCL_TOPO_FILE LLM_TRAIN_BENCH_HARDWARE; do # each names a file, which keeps its path
-        [ -z "${!name:-}" ] || variables+=("$name")
+        [ -z "${!name:-}" ] || args+=(-e "$name")
         [[ ${!name:-} != /* ]] || add_mount "${!name}" "" ,readonly
     done
     [ -n "$dry" ] || mkdir -p "$kept/home" "$output" "$repo/runs" # docker would make them as root
-    args+=("${mounts[@]}" --workdir "$workdir")
-    variables+=(XDG_CACHE_HOME=/cache/xdg TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton)
-    variables+=(HF_HOME=/cache/hf AITER_JIT_DIR=/cache/aiter CK_JIT_CACHE_DIR=/cache/ck)
+    args+=(-e XDG_CACHE_HOME=/cache/xdg -e TORCHINDUCTOR_CACHE_DIR=/cache/inductor)
+    args+=(-e TRITON_CACHE_DIR=/cache/triton -e HF_HOME=/cache/hf -e AITER_JIT_DIR=/cache/aiter -e CK_JIT_CACHE_DIR=/cache/ck)
 }
 
 pass_host_variables() { # by name, so that no command line has their values
@@ -186,22 +171,14 @@ pass_host_variables() { # by name, so that no command line has their values
     # With --gpus the container has these GPUs only, and numbers them from 0.
     [ "$gpus" = all ] || kept_back+='|_VISIBLE_DEVICES$'
     for name in $(compgen -e | grep -E "$passed_on" | grep -Ev "$kept_back"); do
-        variables+=("$name")
-    done
-}
-
-environment_arguments() { # of several the last counts, and -e before a file
-    local variable
-    args+=("${files[@]}")
-    for variable in "${variables[@]}" "${asked_variables[@]}"; do
-        args+=(-e "$variable")
+        args+=(-e "$name")
     done
 }
 
 run() { # in a container that args start or enter: print or do
     # Through bash: NVIDIA's images set up their driver libraries in its start-up files.
     # shellcheck disable=SC2016
-    local line=("$engine" "${args[@]}" "$1" bash -c 'exec "$@"' bash "${command[@]}")
+    local line=("$engine" "${args[@]}" "${extra[@]}" "$1" bash -c 'exec "$@"' bash "${command[@]}")
     [ -n "$dry" ] || exec "${line[@]}"
     printf '%q ' "${line[@]}"
     echo
@@ -211,15 +188,14 @@ enter() { # IMAGE TREE of the container that runs
     [ -z "$fixed" ] || die "$fixed: container $container runs already, and cannot follow; --name starts another"
     [ "$2" = "$repo" ] || die "container $container is of another tree, $2; --name starts another"
     echo "$script: entering container $container of image $1, with its GPUs and directories" >&2
-    args=(exec "${terminal[@]}" --workdir "$workdir")
+    args=(exec "${common[@]}")
     pass_host_variables
-    environment_arguments
     run "$container"
 }
 
 start() {
     find_image
-    args=(run --rm --init --pull=never "${terminal[@]}" --name "$container" --label "llm-train-bench.tree=$repo")
+    args=(run "${common[@]}" --rm --init --pull=never --name "$container" --label "llm-train-bench.tree=$repo")
     if [ -z "$cpu" ]; then
         find_gpus
         gpu_arguments
@@ -228,8 +204,7 @@ start() {
     user_arguments
     mount_arguments
     pass_host_variables
-    variables+=("BENCH_IMAGE_NAME=$image" "BENCH_IMAGE_DIGEST=$digest")
-    environment_arguments
+    args+=(-e "BENCH_IMAGE_NAME=$image" -e "BENCH_IMAGE_DIGEST=$digest")
     run "$image"
 }
 
@@ -237,9 +212,9 @@ main() {
     parse "$@"
     find_engine
     # The revision of the mounted tree, not of the image.
-    variables=("BENCH_GIT_SHA=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)")
-    terminal=(-i)
-    [ ! -t 0 ] || [ ! -t 1 ] || terminal+=(-t)
+    common=(-i --workdir "$workdir"
+        -e "BENCH_GIT_SHA=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)")
+    [ ! -t 0 ] || [ ! -t 1 ] || common+=(-t)
     local format='{{.Config.Image}}|{{index .Config.Labels "llm-train-bench.tree"}}' its_image="" its_tree
     IFS='|' read -r its_image its_tree < <("$engine" container inspect --format "$format" "$container" 2>/dev/null) || true
     if [ -n "$its_image" ]; then # where there is none docker prints an empty line

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Start (or re-enter) a container on a machine with AMD GPUs; -h explains. Settings: docker/amd.env.
-script=launch_amd.sh vendor=amd image=llm-train-bench:amd older_image=llm-train-bench/amd
+script=launch_amd.sh vendor=amd image=llm-train-bench:amd
 build="docker build -t llm-train-bench:amd -f docker/Dockerfile.amd --build-arg GIT_SHA=\$(git rev-parse HEAD) ."
 # shellcheck source=docker/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -18,9 +18,9 @@ gpu_arguments() {
     args+=(--env-file "$repo/docker/amd.env")
     n_mi300=$(cat "$root"/sys/class/kfd/kfd/topology/nodes/*/properties 2>/dev/null | grep -cx 'gfx_target_version 90402' || true)
     if [ "$gpus" != all ]; then
-        variables+=("ROCR_VISIBLE_DEVICES=$gpus")
+        args+=(-e "ROCR_VISIBLE_DEVICES=$gpus")
     elif [ "$n_mi300" = 8 ]; then
-        variables+=(NCCL_MIN_NCHANNELS=112) # advice for MI300X: other GPUs have other numbers of channels
+        args+=(-e NCCL_MIN_NCHANNELS=112) # advice for MI300X: other GPUs have other numbers of channels
     fi
     if [ -n "$podman" ] && [ -n "$rootless" ]; then
         args+=(--group-add keep-groups)

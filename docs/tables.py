@@ -52,7 +52,8 @@ def combinations_table() -> str:
         name = f"`--amp {amp}`" if fp8 == "off" else f"`--use-fp8 --fp8-backend {fp8}`"
         cells = [_cell(amp, fp8, compiled) for compiled in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"- {message}." for message, _ in (*TOGGLES, *CONTRADICTIONS))])
+    rules = (f"- {message}." for message, _ in (*TOGGLES, *CONTRADICTIONS))
+    return "\n".join(["", *lines, "", *rules, ""])
 
 
 def _cell(amp: str, fp8: str, compiled: str) -> str:
@@ -94,18 +95,17 @@ def flag_list() -> str:
     return "".join(lines) + "\n"
 
 
+LISTS = {"flags": flag_list, "console": console_table, "combinations": combinations_table}
+
+
 def with_tables(page: str) -> str:
     """A page with its lists and tables as the code declares them."""
     starts = [start for *_, start, _ in PLACE.findall(page) if start]
 
     def made(match: re.Match) -> str:
         head, kind, section, start, end = match.groups()
-        if kind == "flags":
-            return head + flag_list() + end
-        if kind == "console":
-            return head + console_table() + end
-        if kind == "combinations":
-            return f"{head}\n{combinations_table()}\n{end}"
+        if kind in LISTS:
+            return head + LISTS[kind]() + end
         names = list(FIELDS[section])
         if start:
             later = starts[starts.index(start) + 1 :]

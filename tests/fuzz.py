@@ -156,14 +156,16 @@ def spoilt(draw, rights: list[bytes], ending: str) -> bytes:
 
 
 def read_hardware(path: Path) -> None:
-    cached = [hardware.devices, hardware.constants]
-    files = mock.patch.multiple(hardware, HARDWARE_FILE=path, ROOFS_FILE=path)
+    cached = [hardware.devices, hardware.our_hardware]
     # Fresh ones, in place of what the caches hold.
     fresh = {f.__name__: functools.cache(f.__wrapped__) for f in cached}
-    with files, mock.patch.multiple(hardware, **fresh):
-        hardware.find_roof("NVIDIA H100 80GB HBM3")
+    with mock.patch.multiple(hardware, HARDWARE_FILE=path, **fresh):
         hardware.find_peaks("NVIDIA H100 80GB HBM3")
-        hardware.constants()
+
+
+def read_roofs(path: Path) -> None:
+    with mock.patch.object(hardware, "ROOFS_FILE", path):
+        hardware.find_roof("NVIDIA H200")
 
 
 def read_checkpoint(path: Path) -> None:
@@ -355,6 +357,7 @@ def kinds() -> dict[str, Kind]:
         "again": (".json", texts("tests/sample/plain/result.json"), read_run_file),
         "baselines": (".json", baselines, records_of_file),
         "hardware": (".json", texts("configs/hardware.json"), read_hardware),
+        "roofs": (".json", values({"NVIDIA H200": {"bf16_tflops": 700.0}}), read_roofs),
         "rows": (".jsonl", ["\n".join(map(json.dumps, rows)).encode()],
                  lambda path: Rows(path.rename(path.with_name("rows.jsonl")))),
         "tokenizer": (".json", texts("tests/fuzzed/tokenizer.json"),

@@ -59,7 +59,7 @@ def with_header(*words: int) -> bytes:
     ("content", "dtype", "message"),
     [
         # A header of an unknown version would be trained on as tokens.
-        *[(with_header(magic, version, 999), dtype, f"magic {magic}., but of version {version}")
+        *[(with_header(magic, version, 999), dtype, f"magic {magic}, but of version {version}")
           for magic, version in ((20240520, 2), (20240801, 1), (20240801, 8))
           for dtype in ("auto", "uint16")],
         (with_header(20240520, 1, 1000), "auto", "header promises 1000 tokens, its size holds 999"),

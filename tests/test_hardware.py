@@ -55,7 +55,7 @@ BOX = DEVICES[0] | {"name": "Box", "driver_names": ["Box"]}
 
 @pytest.mark.parametrize(("changes", "message"), cases("device"))
 def test_a_wrong_entry_is_one_line(own_hardware, changes, message, tmp_path):
-    """Of the user's own file, and of ours, where all keys are needed."""
+    """Of the user's own file, and of ours."""
     whose, _, changes = changes.replace("BIG", str(10**400)).partition(" ")
     entry = changed(BOX if whose == "ours" else FOUR, changes)
     own_hardware(*[entry] * (whose == "own"))

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 import train
 import train_fsdp
-from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, Preempted, UsageError
+from llm_train_bench.base.errors import Interrupted, NotJoined, Preempted, RunFailed, UsageError
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import MEETING, Ranks, find_ranks, join
@@ -245,7 +245,9 @@ def test_a_signal_ends_a_main_thread_that_does_not_react(saves, monkeypatch):
 
 def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     directory = tmp_path / "run"  # which only rank 0 makes, on its own machine
-    for rank, error in enumerate((NoStep("no step in 5 s"), MemoryError("full"), Interrupted("X"))):
+    for rank, error in enumerate(
+        (RunFailed("no step in 5 s"), MemoryError("full"), Interrupted("X"))
+    ):
         keep_error(directory, rank, error)
     now = time.time() + 1
     failure = first_error(directory, now)

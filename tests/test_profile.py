@@ -45,7 +45,7 @@ def run(tmp_path_factory):
     result = trained(out, TINY, flags, "--sac-freq 1/4 --pad-vocab 384 --peak-tflops 1")
     (path,) = out.glob("*/trace/rank0.pt.trace.json.gz")
     directory, steps, trace = path.parents[1], read_steps(out), read_trace(path)
-    events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    events = EventAccumulator(str(directory / "tensorboard")).Reload()
     return types.SimpleNamespace(
         directory=directory, result=result, steps=steps, trace=trace, events=events
     )
@@ -241,21 +241,10 @@ def test_memory_falls_as_more_blocks_recompute(how, tmp_path):
         assert none - part == pytest.approx((none - block) * fraction, rel=0.1)
 
 
-def test_tensorboard_tells_what_ran_and_how_it_ended(run):
-    events, r, steps = run.events, run.result, run.steps
-    text = {t: events.Tensors(t)[0].tensor_proto.string_val[0].decode()
-            for t in events.Tags()["tensors"] if t.endswith("text_summary")}  # fmt: skip
-    parts = ("arguments", "model", "device", "environment")
-    assert {f"run/{part}/text_summary" for part in parts} == set(text)
-    assert re.search(r"\| sac_freq +\| 1/4 +\|", text["run/arguments/text_summary"])
-    sha = r["environment"]["git_sha"]
-    assert re.search(rf"\| git_sha +\| {sha} +\|", text["run/environment/text_summary"])
-    total = len(steps)
-    final = events.Scalars("final/tokens_per_sec")
-    # The HPARAMS tab shows a tag's last value; a final figure is no curve.
-    assert [(e.step, e.value) for e in final] == [
-        (total - 1, pytest.approx(r["metrics"]["tokens_per_sec"]))
-    ]
+def test_tensorboard_has_the_final_figures(run):
+    (final,) = run.events.Scalars("final/tokens_per_sec")
+    assert final.value == pytest.approx(run.result["metrics"]["tokens_per_sec"])
+    assert final.step == len(run.steps) - 1
 
 
 def test_tensorboard_hparams_are_those_of_the_run(run):

@@ -6,6 +6,7 @@ after each separator. Like the tokens they are a pure function of the seed and t
 
 import dataclasses
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -178,9 +179,8 @@ def lengths_in(begins: np.ndarray) -> dict[int, int]:
 def count_lengths(packing: Packing, samples: range) -> Lengths:
     """The documents of some samples by length; of evenly chosen ones if there are many."""
     step = max(1, len(samples) // COUNTED)
-    total: dict[int, int] = {}
+    total: Counter[int] = Counter()
     for first in range(0, len(samples), 256 * step):
         numbers = np.array(samples[first : first + 256 * step : step])
-        for length, count in lengths_in(packing.begins(numbers)).items():
-            total[length] = total.get(length, 0) + count
+        total.update(lengths_in(packing.begins(numbers)))
     return tuple(sorted(total.items()))

@@ -75,21 +75,13 @@ class Finished(Exception):
     """The run that was to go on has done all of its steps; the message says where its result is."""
 
 
-class Incomplete(Exception):
-    """A training loop ended before everything was measured; the message says how far it came."""
+class RunFailed(Exception):
+    """The run cannot go on, or did not come to its end; the message says why, and is enough."""
 
 
-class CompileError(Exception):
+class CompileError(RunFailed):
     """torch.compile failed; the message names the part of the model and the first cause."""
 
 
-class NotJoined(Exception):
+class NotJoined(RunFailed):
     """This rank and the others did not find each other; the message says where it looked."""
-
-
-class Killed(Exception):
-    """A rank ended without a word of its own; the message says how."""
-
-
-class NoStep(Exception):
-    """This rank waits for another, or is stuck itself: it cannot tell which."""

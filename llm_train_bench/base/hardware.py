@@ -4,23 +4,29 @@ import dataclasses
 import functools
 import os
 import re
-import typing
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import Field, TypeAdapter, ValidationError
 
 from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.machine import MULTIPLY
+from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_files import CONFIGS, parse_json, plain_text
 
 ROOFS_FILE = CONFIGS / "roofs.json"
 ACCURACY_FILE = CONFIGS / "accuracy.json"
 HARDWARE_FILE = CONFIGS / "hardware.json"
 
+Schema = TypeVar("Schema")
+Rate = Annotated[float, Field(strict=True, gt=0, lt=1e15)]
 # A whole device has at least this part of its listed memory.
 WHOLE = 0.8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class Hardware:
     """All that configs/hardware.json has on one device; None where unknown.
 
@@ -28,30 +34,34 @@ class Hardware:
     """
 
     name: str
-    driver_names: tuple[str, ...]
-    bf16_tflops: float
-    fp8_tflops: float | None = None
-    fp4_tflops: float | None = None
-    fp32_tflops: float
+    driver_names: tuple[str, ...] = ()
+    bf16_tflops: Rate
+    fp8_tflops: Rate | None = None
+    fp4_tflops: Rate | None = None
+    fp32_tflops: Annotated[float, Field(strict=True, ge=0, lt=1e15)] = 0.0
+    """Without TF32, of CUDA cores; by default a sixteenth of `bf16_tflops`."""
     mxfp8: bool = False
-    memory_gib: float
-    memory_tb_per_s: float
-    tdp_w: float = 0.0  # unknown
+    memory_gib: Rate
+    memory_tb_per_s: Rate
+    tdp_w: Annotated[float, Field(strict=True, ge=0)] = 0.0  # 0: unknown
     per_node: int = 8
     """GPUs that share fast links: of a machine, or of an NVLink domain."""
-    ring_gb_per_s: float = 20.0
-    nic_gb_per_s: float = 12.5
-    peer_gb_per_s: float | None = None
+    ring_gb_per_s: Rate = 20.0
+    nic_gb_per_s: Rate = 12.5
+    peer_gb_per_s: Rate | None = None
     """One way, of a pair of GPUs whose links to others are no use to it; None: `ring_gb_per_s`."""
-    host_gb_per_s: float = 32.0
+    host_gb_per_s: Rate = 32.0
     """Of the link to the host, one way: PCIe 3, 4 and 5 with 16 lanes have 16, 32 and 64."""
-    measured_bf16_tflops: float | None = None
-    measured_fp8_tflops: float | None = None
-    usd_per_hour: float | None = None
-    fitted: dict[str, float] = dataclasses.field(default_factory=dict)
+    measured_bf16_tflops: Rate | None = None
+    measured_fp8_tflops: Rate | None = None
+    usd_per_hour: Rate | None = None
+    fitted: dict[str, float] = Field(default_factory=dict)
     family: str = ""
     """Devices for which an estimate is as good: of one architecture and use."""
-    source: str
+    source: str = "your own hardware.json"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fp32_tflops", self.fp32_tflops or self.bf16_tflops / 16)
 
     @property
     def platform(self) -> Literal["nvidia", "amd", "cpu"]:
@@ -69,9 +79,12 @@ class Hardware:
         return "fp16" if older else "bf16"
 
     @functools.cached_property
-    def constants(self) -> "Constants":
-        """The speed model's constants for this device."""
-        return Constants(constants() | self.fitted)
+    def constants(self) -> SimpleNamespace:
+        """The speed model's constants for this device, as attributes.
+
+        configs/hardware.json says what each is; the device's `fitted` override those of all devices.
+        """
+        return SimpleNamespace(**our_hardware().speed_model | self.fitted)
 
     @property
     def memory_rate(self) -> float:
@@ -87,65 +100,39 @@ def own_hardware_file() -> Path:
     return Path(config) / "llm-train-bench" / "hardware.json"
 
 
+class HardwareFile(pydantic.BaseModel):
+    """The devices of a file, and in ours the speed model's constants for all of them."""
+
+    devices: list[Hardware]
+    speed_model: dict[str, float] = Field(default_factory=dict)
+
+
+@functools.cache
+def our_hardware() -> HardwareFile:
+    """The content of configs/hardware.json; UsageError if it was spoilt."""
+    return _read(HARDWARE_FILE, HardwareFile)
+
+
 @functools.cache
 def devices() -> tuple[Hardware, ...]:
     """All devices that are known, the user's own first; UsageError for an entry that is not right.
 
     An entry of the user's needs `name`, `bf16_tflops`, `memory_gib` and `memory_tb_per_s` alone.
     """
-    path, users = own_hardware_file(), []
-    if path.exists() or os.environ.get("LLM_TRAIN_BENCH_HARDWARE"):
-        for entry in _entries_of(path):
-            name, rate = entry.get("name"), entry.get("bf16_tflops")
-            filled = {"driver_names": [name], "source": str(path)} | entry
-            if "bf16_tflops" in entry:  # without TF32: of CUDA cores
-                number = isinstance(rate, int | float)
-                filled.setdefault("fp32_tflops", rate / 16 if number else rate)
-            users.append(_hardware(filled, path))
-    return (*users, *(_hardware(entry, HARDWARE_FILE) for entry in _entries_of(HARDWARE_FILE)))
+    path = own_hardware_file()
+    has_own = path.exists() or os.environ.get("LLM_TRAIN_BENCH_HARDWARE")
+    own = _read(path, HardwareFile).devices if has_own else []
+    return (*own, *our_hardware().devices)
 
 
-def _entries_of(path: Path) -> list[dict[str, Any]]:
-    entries = _read_json(path).get("devices")
-    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise UsageError(f"{path}: devices must be a list of objects")
-    return entries
-
-
-def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
-    """An entry of a file, checked."""
-    hints, fields = typing.get_type_hints(Hardware), dataclasses.fields(Hardware)
-    optional = {f.name for f in fields if f.default is not f.default_factory}
-    needed = hints.keys() - (optional if path != HARDWARE_FILE else {"peer_gb_per_s", "family"})
-    if wrong := sorted((needed - entry.keys()) | (entry.keys() - hints.keys())):
-        what = f"lacks {wrong[0]}" if wrong[0] in needed else f"has {wrong[0]}, which no entry has"
-        raise UsageError(f"{path}: the entry {entry.get('name', '?')} {what}")
-    for key, value in entry.items():
-        kinds = typing.get_args(hints[key]) or (hints[key],)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        least = 0 if key == "tdp_w" else 1e-9
-        right = (
-            (float in kinds and number and least <= value < 1e15)
-            or (value is None and type(None) in kinds)
-            or (key == "driver_names" and isinstance(value, list) and {*map(type, value)} <= {str})
-            or (key == "fitted" and isinstance(value, dict) and value.keys() <= constants().keys())
-            or type(value) in kinds
-        )
-        if not right:
-            raise UsageError(f"{path}: {entry.get('name')!r}: {key} is {repr(value)[:40]}")
-    entry["driver_names"] = tuple(entry["driver_names"])
-    return Hardware(**entry)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of configs/; UsageError if the file was spoilt."""
+def _read(path: Path, schema: type[Schema]) -> Schema:
+    """The content of a file of configs/, or of the user's; UsageError if it was spoilt."""
     try:
-        content = parse_json(plain_text(path))
+        return TypeAdapter(schema).validate_python(parse_json(plain_text(path)))
+    except ValidationError as error:
+        raise UsageError(f"{path}: {first_problem(error)}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: must be a JSON object")
-    return content
 
 
 def device_called(name: str | None) -> Hardware | None:
@@ -169,11 +156,8 @@ class Peaks:
 
 def find_roof(device_name: str) -> Peaks:
     """The measured roof of the device of that name (`name_of_part`), from configs/roofs.json."""
-    entry = _read_json(ROOFS_FILE).get(device_name) if ROOFS_FILE.exists() else None
-    try:
-        return Peaks(**entry) if entry else Peaks()
-    except TypeError:
-        raise UsageError(f"{ROOFS_FILE}: {device_name!r} is {str(entry)[:80]!r}, no roof") from None
+    roofs = _read(ROOFS_FILE, dict[str, Peaks]) if ROOFS_FILE.exists() else {}
+    return roofs.get(device_name, Peaks())
 
 
 def threads_of(cpu: str, threads: int) -> str:
@@ -216,10 +200,11 @@ def find_peaks(device_name: str, user_bf16: float | None = None) -> Peaks:
     Names are matched whole: a near miss may be a part with another peak, so it counts as unknown.
     `user_bf16` (--peak-tflops) overrides the file.
     """
-    peaks, listed = Peaks(name=device_name), device_called(device_name)
+    listed = device_called(device_name)
+    peaks = Peaks(name=device_name)
     if listed:
-        formats = listed.bf16_tflops, listed.fp8_tflops, listed.source, listed.name
-        peaks = Peaks(*formats, fp4_tflops=listed.fp4_tflops)
+        rates = listed.bf16_tflops, listed.fp8_tflops, listed.source, listed.name
+        peaks = Peaks(*rates, fp4_tflops=listed.fp4_tflops)
     if user_bf16 is None:
         return peaks
     source = "--peak-tflops" + (f"; else {listed.source}" if listed else "")
@@ -233,12 +218,13 @@ def find_hardware(name: str) -> Hardware:
     """
     low = name.lower()
     exact = [d for d in devices() if low in map(str.lower, (d.name, *d.driver_names))]
-    # To the end of a word, or A10 would be an A100; MI300 is MI300X.
-    start = re.compile(re.escape(low) + r"x?(?!\w)")
-    bare = re.sub(r"[\s-]", "", low)  # rtx4090, or 4090 alone
-    near = exact or [d for d in devices() if start.match(d.name.lower())]
-    near = near or [
-        d for d in devices() if bare in (d.name.lower().replace(" ", ""), *d.name.lower().split())
+    # Whole words, or A10 would be an A100; MI300 is MI300X. Also rtx4090, or 4090 alone.
+    bare = re.sub(r"[\s-]", "", low)
+    words = re.compile(rf"(?<!\S){re.escape(low)}x?(?!\w)")
+    near = exact or [
+        d
+        for d in devices()
+        if words.search(d.name.lower()) or bare == d.name.lower().replace(" ", "")
     ]
     if not exact and (len({d.name.split()[0] for d in near}) != 1 or not re.search(r"\d", name)):
         known = ", ".join(d.name for d in devices())
@@ -256,7 +242,7 @@ def accuracy_of(name: str, experts: bool, low: bool | None = None) -> dict[str, 
     experts: of rows in FP8 or FP4 (`low`), of the others, or of all (None). None where fewer than eight
     rows are known.
     """
-    kinds = _read_json(ACCURACY_FILE)["families"].get(family_of(name), {})
+    kinds = _read(ACCURACY_FILE, dict[str, Any])["families"].get(family_of(name), {})
     formats = kinds.get("experts" if experts else "dense", {})
     found = formats.get({None: "all", False: "bf16", True: "FP8"}[low])
     return found if found and found["rows"] >= 8 else None
@@ -266,27 +252,3 @@ def family_of(name: str) -> str:
     """The family of a device, by which the accuracy of estimates is told; its name where it has none."""
     device = device_called(name)
     return (device.family if device else "") or name
-
-
-class Constants(dict[str, float]):
-    """Constants of the speed model, as attributes; configs/hardware.json says what each is.
-
-    benchmarks/fit_estimate.py computes bandwidth, all_to_all, most numbers of kernels and each device's
-    level from published rows. The others are measured, from papers, or assumed. A device's `fitted`
-    override them.
-    """
-
-    def __getattr__(self, name: str) -> float:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-@functools.cache
-def constants() -> Constants:
-    """The values for all devices; UsageError if the file was spoilt."""
-    values = _read_json(HARDWARE_FILE).get("speed_model")
-    if not isinstance(values, dict):
-        raise UsageError(f"{HARDWARE_FILE}: lacks speed_model")
-    return Constants(values)

@@ -22,6 +22,13 @@ def detect_platform() -> Platform:
     return "amd" if Path("/dev/kfd").exists() else "cpu"
 
 
+def system_text(path: str) -> str:
+    """The text of a file that the system makes, as in /proc; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
 def output_of(*command: str) -> str | None:
     """What a system's tool prints; None where it is absent, fails or takes more than a minute."""
     try:

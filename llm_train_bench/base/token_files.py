@@ -35,18 +35,24 @@ def open_tokens(path: str | Path, dtype: str = "auto") -> np.ndarray:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path}: cannot be read: {reason}") from None
-    header = np.frombuffer(start, dtype="<i4") if len(start) == HEADER_BYTES else [0]
-    if int(header[0]) not in {magic for magic, _ in FORMATS}:
-        return _open_bare(path, size, dtype)
-    width = FORMATS.get((int(header[0]), int(header[1])))
-    if width is None:
+    header = np.frombuffer(start, dtype="<i4") if len(start) == HEADER_BYTES else [0, 0, 0]
+    magic, version, count = map(int, header[:3])
+    width = FORMATS.get((magic, version))
+    # Such a header would be trained on as tokens.
+    if width is None and any(magic == known for known, _ in FORMATS):
+        raise UsageError(f"{path}: has llm.c's magic {magic}, but of version {version}: not known")
+    if width is None and dtype == "auto":
         raise UsageError(
-            f"{path}: has a header of llm.c's (magic {header[0]}), but of version {header[1]}, which is "
-            f"not known; there are {', '.join(f'{m} version {v}' for m, v in FORMATS)}"
+            f"{path}: has no header that says it holds tokens; make token files with "
+            "prepare_data.py, or name the format of a bare array: --data-dtype uint16 (or uint32)"
         )
+    if width is None:
+        bare = np.dtype(dtype).newbyteorder("<")
+        if size % bare.itemsize or not size:
+            raise UsageError(f"{path}: {size} bytes are not an array of {dtype}; is it complete?")
+        return np.memmap(path, dtype=bare, mode="r")
     if dtype not in ("auto", width.name):
         raise UsageError(f"--data-dtype {dtype}: the header of {path} says {width.name}")
-    count = int(header[2])
     if size != HEADER_BYTES + count * width.itemsize:
         raise UsageError(
             f"{path}: its header promises {count} tokens, its size holds "
@@ -80,19 +86,6 @@ class Windows:
             generator = np.random.default_rng([self.seed, epoch])
             self.orders[epoch] = generator.permutation(self.number)
         return int(self.orders[epoch][index]) * self.seq_len
-
-
-def _open_bare(path: Path, size: int, dtype: str) -> np.ndarray:
-    """An array of ids without a header, in the format that --data-dtype names."""
-    if dtype == "auto":
-        raise UsageError(
-            f"{path}: has no header that says it holds tokens; make token files with "
-            "prepare_data.py, or name the format of a bare array: --data-dtype uint16 (or uint32)"
-        )
-    width = np.dtype(dtype).itemsize
-    if size % width or not size:
-        raise UsageError(f"{path}: {size} bytes are not an array of {dtype}; is it complete?")
-    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
 
 def write_tokens(path: str | Path, parts: Iterable[np.ndarray], vocab_size: int) -> int:

@@ -46,7 +46,6 @@ NEEDED = """
 *torch | training | pip install -e .
 *pydantic | result files | pip install -e .
 *numpy | token files and statistics | pip install -e .
-*rich | tables and progress | pip install -e .
 *PyYAML | experiment files | pip install -e .
 *tensorboard | TensorBoard files | pip install -e .
 *safetensors | Hugging Face weights | pip install -e .

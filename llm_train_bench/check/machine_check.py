@@ -131,7 +131,7 @@ def check_machine(
     rates = told["rates"]
     hardware = device_called(name_of_part(told["device"], told["memory_gib"]))
     if ranks == 1 and (entry := rates.get("entry")):
-        hardware = Hardware(driver_names=(entry["name"],), **entry)
+        hardware = Hardware(**entry)
     result = MachineCheck(told["device"], ranks, list(rate_figures(rates, hardware)), found)
     if ranks > 1:
         from llm_train_bench.check.node_survey import survey_here  # needs torch

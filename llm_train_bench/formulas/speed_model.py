@@ -250,7 +250,7 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
 
 def _level(work: Work, gpu: Hardware) -> float:
     """What matmuls and attention reach of their rates, by the device and by the trainer."""
-    return gpu.constants.level * (work.trainer.level_on(gpu.name) if work.trainer.levels else 1.0)
+    return gpu.constants.level * work.trainer.level_on(gpu.family or gpu.name)
 
 
 def _bf16_tflops(gpu: Hardware) -> float:

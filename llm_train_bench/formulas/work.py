@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from llm_train_bench.base.hardware import family_of
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
@@ -231,10 +230,10 @@ class Trainer:
         """Whether layers are Transformer Engine's modules."""
         return self.layers == "te"
 
-    def level_on(self, device: str) -> float:
-        """The rates of its kernels over those of others on the device of that name."""
+    def level_on(self, family: str) -> float:
+        """The rates of its kernels over those of others on devices of that family."""
         levels = dict(self.levels)
-        return levels.get(family_of(device), levels.get("", 1.0))
+        return levels.get(family, levels.get("", 1.0))
 
 
 OUR_TRAINER = Trainer()

@@ -1,23 +1,21 @@
-"""Output for people: a progress bar during the run, and a table to paste into a report."""
+"""Output for people: progress during the run, and a table to paste into a report."""
 
 import contextlib
 import datetime
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from llm_train_bench.base.errors import printable
 from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.formulas.parameters import count_active_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.results.metrics import metric_rows
-from llm_train_bench.results.result_files import Step
+from llm_train_bench.results.result_files import Step, commit_of, step_figures
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.trace.breakdown_table import breakdown_tables
 
@@ -43,7 +41,10 @@ PHASES = {"warmup": "warm-up", "resume": "resumed", "measure": "measured", "prof
 
 
 class ProgressDisplay:
-    """A bar on a terminal; elsewhere a line for the first step, then every 30 s. On standard error."""
+    """Where the run is, on standard error: on a terminal one line, which each step writes anew.
+
+    Elsewhere a line for the first step, then every 30 s.
+    """
 
     LINE_S = 30.0
 
@@ -52,54 +53,44 @@ class ProgressDisplay:
         n_steps: int,
         flops_per_token: float | None,
         peak_tflops: float | None,
-        bar: bool = True,
+        rewrite: bool = True,
     ):
         """`flops_per_token` (palm) is per device; with its dense `peak_tflops` steps show MFU.
 
-        Without `bar` a terminal has lines too: another program may draw there.
+        Without `rewrite` a terminal has lines too: another program may draw there.
         """
         self.n_steps, self.flops_per_token, self.peak_tflops = n_steps, flops_per_token, peak_tflops
-        self.bar = None
-        console = Console(stderr=True)
-        if bar and console.is_terminal:
-            # Drawn only when steps are handed on: a separate drawing thread would take time from
-            # the loop.
-            text, figures = "{task.description}", "{task.fields[figures]}"
-            columns = text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), figures
-            self.bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
-            self.task = self.bar.add_task("warm-up", total=n_steps, figures="")
-            self.bar.start()
+        self.rewrites = rewrite and os.isatty(2)
         self.line_at = -math.inf
 
     def __call__(self, steps: list[Step]) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self.show(steps[-1])
-
-    def show(self, step: Step) -> None:
-        """Show where the run is."""
-        done, rate, now = step.step + 1, step.tokens / step.step_time_s, time.perf_counter()
-        figures = f"{rate:,.0f} tok/s"
+        """Show the last of these steps."""
+        step = steps[-1]
+        done, now = step.step + 1, time.perf_counter()
+        known = step_figures(step, self.flops_per_token, self.peak_tflops)
+        figures = f"{known['speed/tokens_per_sec']:,.0f} tok/s"
         if step.loss is not None:
             figures = f"loss {step.loss:.4f}  {figures}"
-        if self.peak_tflops and self.flops_per_token:
-            tflops = rate * self.flops_per_token / 1e12
-            figures += f"  {tflops:,.4g} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
-        name = PHASES[step.phase]
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done, description=name, figures=figures)
-            self.bar.refresh()
+        if (mfu := known["speed/mfu"]) is not None:
+            figures += f"  {known['speed/model_tflops_per_gpu']:,.4g} TFLOP/s  MFU {mfu:.1%}"
+        seconds = round((self.n_steps - done) * step.step_time_s)
+        steady = 2 < step.step < self.n_steps - 1  # the first steps compile
+        left = f"  {datetime.timedelta(seconds=seconds)} left" if steady else ""
+        line = f"step {done}/{self.n_steps}  {PHASES[step.phase]}  {figures}{left}"
+        if self.rewrites:
+            self._rewrite(line[: shutil.get_terminal_size().columns - 1])
         elif now >= self.line_at + self.LINE_S or done == self.n_steps:
-            known = 2 < step.step < self.n_steps - 1  # the first steps compile
-            seconds = round((self.n_steps - done) * step.step_time_s)
-            left = f"  {datetime.timedelta(seconds=seconds)} left" if known else ""
-            say(f"step {done}/{self.n_steps}  {name}  {figures}{left}")
+            say(line)
             self.line_at = now
 
     def close(self) -> None:
-        """Take the bar off the screen."""
-        if self.bar is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self.bar.stop()
+        """Take the line off a terminal."""
+        if self.rewrites:
+            self._rewrite("")
+
+    def _rewrite(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def print_header(result: Result, work: Work) -> None:
@@ -157,12 +148,13 @@ def remark_lines(result: Result) -> Iterator[str]:
 def table_rows(result: Result) -> list[tuple[str, str]]:
     """Name and value of each line of the final table: the run, its metrics, memory and devices."""
     s, k = result.model, result.memory
-    commit = (result.environment["git_sha"] or "no git")[:10]
-    dirty = "+changes" if result.environment["git_dirty"] else ""
     rows = [
         ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)" if s.n_parameters else s.name),
         ("device", f"{result.device.count} x {result.device.name}"),
-        ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
+        (
+            "torch, commit",
+            f"{result.environment['libraries']['torch']}, {commit_of(result.environment)}",
+        ),
         *[("invalid", why + "; ..." * (len(result.invalid) > 1)) for why in result.invalid[:1]],
         *metric_rows(result.metrics),
     ]
@@ -189,7 +181,4 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
 def _device_row(d: DeviceUse) -> str:
     text = f"{d.sm_clock_mean_mhz:,.0f} of {number(d.sm_clock_limit_mhz, ',.0f')} MHz, "
     text += f"{number(d.average_power_w, '.0f')} (peak {number(d.peak_power_w, '.0f')}) of "
-    text += f"{number(d.power_limit_w, '.0f')} W, {number(d.temperature_max_c, '.0f')} C"
-    held = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
-    text += f", HELD DOWN: {held}" if held else ""
-    return f"{text}, SHARED" if d.other_processes else text
+    return text + f"{number(d.power_limit_w, '.0f')} W, {number(d.temperature_max_c, '.0f')} C"

@@ -246,11 +246,12 @@ def _time_fraction(
     result: Result, work: Work, bf16_tflops: float | None, fp8_tflops: float | None
 ) -> tuple[float | None, str | None]:
     """Part of the measured time that the useful matmuls need at these rates, or why none."""
-    m, low = result.metrics, fp8_flops_per_token(result.fp8, work)
+    m, fp8 = result.metrics, result.fp8
     if work.amp == "off":
         return None, "the rate of fp32 matmuls is not tabulated"
-    if result.fp8 and result.fp8.emulated:
+    if fp8 and fp8.emulated:
         return None, "FP8 was emulated"
+    low = _low_flops_per_token(fp8, work) if fp8 else 0.0
     if bf16_tflops is None or (low and fp8_tflops is None):
         return None, f"the {'FP8' if low else 'BF16'} rate of the device is not known"
     seconds = ((m.flops_per_token_causal or 0.0) - low) / (bf16_tflops * 1e12)
@@ -267,19 +268,19 @@ def _all_low(work: Work) -> bool:
     return modules <= {*work.fp8.layers}
 
 
-def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
-    """Useful FLOPs per token that ran in FP8 matmuls."""
-    if fp8 is None or fp8.emulated:
-        return 0.0
+def _low_flops_per_token(fp8: Fp8Info, work: Work) -> float:
+    """Useful FLOPs per token of the matmuls in FP8."""
     passes = PASS_FORWARDS[work.pass_type]
     if passes == 3 and fp8.recipe == "rowwise_with_gw_hp":
         passes = 2  # the gradient of the weight is a bf16 matmul
-    return 2 * passes * low_parameters(work)
+    linear = linear_parameters(work.config)
+    layers = work.fp8.layers if work.fp8 else ()
+    return 2 * passes * sum(linear.get(module, 0) for module in layers)
 
 
-def describe_fp8(fp8: Fp8Work, config: ModelConfig | None, version: str) -> Fp8Info:
+def describe_fp8(fp8: Fp8Work, config: ModelConfig, version: str) -> Fp8Info:
     """A result's account of the converted layers of a whole model; a layer's experts count as one."""
-    matrices = converted_matrices(fp8, config, range(config.num_hidden_layers)) if config else []
+    matrices = converted_matrices(fp8, config, range(config.num_hidden_layers))
     same = ("backend", "recipe", "emulated", "all_gather")
     return Fp8Info(
         **{name: getattr(fp8, name) for name in same},
@@ -297,9 +298,3 @@ def converted_matrices(
     blocks = (config.matrices[i] if grouped else config.linear_layers(i) for i in layers)
     converted = (w for block in blocks for w in block if w.module in fp8.layers)
     return [math.prod(weight.shape) for weight in converted]
-
-
-def low_parameters(work: Work) -> int:
-    """Parameters of converted layers that multiply a token."""
-    linear = linear_parameters(work.config)
-    return sum(linear.get(module, 0) for module in work.fp8.layers) if work.fp8 else 0

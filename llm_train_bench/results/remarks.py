@@ -45,7 +45,6 @@ class Remark(BaseModel, extra="forbid", frozen=True):
     text: str
     advice: str = ""
     from_figures: bool = False
-    """Whether it follows from the figures of its result."""
 
 
 class Remarked:
@@ -72,8 +71,8 @@ class Remarked:
 
 def derived_remarks(r: "Result") -> Iterator[Remark]:
     """The remarks that follow from a result's figures, each once."""
-    made = [Remark(kind="invalid", text=text, advice=advice) for text, advice in _not_steady(r)]
-    made += [Remark(kind="invalid", text=text, advice=advice) for text, advice in _impossible(r)]
+    wrong = (*_not_steady(r), *_impossible(r))
+    made = [Remark(kind="invalid", text=text, advice=why) for text, why in wrong]
     made += [remark for use in r.devices for remark in device_remarks(use)]
     made += [Remark(kind="disturbed", text=text, advice=why) for text, why in _disturbances(r)]
     for remark in dict.fromkeys(made):
@@ -215,18 +214,13 @@ def drift_remark(step_times_s: list[float]) -> Iterator[tuple[str, str]]:
         yield f"drift {change:+.1%}", f"{changed}: {why}; {cure}"
 
 
-def pause_remark(step_times_s: list[float]) -> Iterator[tuple[str, str]]:
-    """A remark's text and advice if one step took so long that the loop must have paused in it."""
-    longest, usual = max(step_times_s, default=0.0), statistics.median(step_times_s or [0.0])
-    if longest > 5 * usual and longest - usual > 0.1 * sum(step_times_s):
+def _disturbances(r: "Result") -> Iterator[tuple[str, str]]:
+    m, times = r.metrics, r.step_times_s
+    yield from drift_remark(times)
+    longest, usual = max(times, default=0.0), statistics.median(times or [0.0])
+    if longest > 5 * usual and longest - usual > 0.1 * sum(times):  # the loop must have paused
         text = f"one step took {longest:.2f} s, {longest / usual:.0f} times the median"
         yield text, "look for slow data, or an evaluation or a save among the measured steps"
-
-
-def _disturbances(r: "Result") -> Iterator[tuple[str, str]]:
-    m = r.metrics
-    yield from drift_remark(r.step_times_s)
-    yield from pause_remark(r.step_times_s)
     if (behind := m.device_imbalance or 0) > SLOW_DEVICE and r.device.type == "cuda":
         slow = f"rank {m.slowest_device}: its GPU multiplies {behind:.0%} slower than the mean"
         yield slow, "every other one waits for it: look at its clocks, power and temperature"

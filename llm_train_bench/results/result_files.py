@@ -18,6 +18,7 @@ from pydantic import ConfigDict
 
 from llm_train_bench.base.errors import printable_data
 from llm_train_bench.base.files import sync_to_disk, write_whole
+from llm_train_bench.base.machine import system_text
 from llm_train_bench.base.redaction import redact, shown_text
 from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.results.schema import Attempt, Result, Status, Writer
@@ -91,7 +92,8 @@ def parse_result(content: Any) -> Result:
 
 def this_process(pid: int | None = None) -> Writer:
     """The description of this process, or of another of this host."""
-    return Writer(host=platform.node(), boot=_boot(), pid=pid or os.getpid(), started=_started(pid))
+    boot = system_text("/proc/sys/kernel/random/boot_id").strip() or None
+    return Writer(host=platform.node(), boot=boot, pid=pid or os.getpid(), started=_started(pid))
 
 
 def seconds_alive(pid: int | None = None) -> float | None:
@@ -120,29 +122,15 @@ def begin_attempt(first_step: int = 0, lost_s: float = 0.0) -> Attempt:
 
 def is_alive(writer: Writer) -> bool | None:
     """Whether a process still runs; None where only another host can tell, or a system without /proc."""
-    if writer.host != platform.node():
+    untold = writer.started is None and not Path("/proc/self/stat").exists()
+    if writer.host != platform.node() or untold:
         return None
-    if writer.boot != _boot():
-        return False
-    if writer.started is None and not Path("/proc/self/stat").exists():
-        return None
-    return _started(writer.pid) == writer.started
-
-
-def _boot() -> str | None:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+    return this_process(writer.pid) == writer
 
 
 def _started(pid: int | None) -> int | None:
     """Start of a process in clock ticks since the boot; None where it is gone, or cannot be read."""
-    try:
-        fields = Path(f"/proc/{pid or 'self'}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    state, *rest = fields.rpartition(")")[2].split()
+    state, *rest = system_text(f"/proc/{pid or 'self'}/stat").rpartition(")")[2].split() or "X"
     return None if state in "ZX" else int(rest[18])
 
 
@@ -288,11 +276,21 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return [e for e in entries if isinstance(e, dict)]
 
 
-def step_figures(step: Step) -> dict[str, float | None]:
-    """The figures of a step, by their tags in TensorBoard and the trackers."""
+def step_figures(
+    step: Step, flops_per_token: float | None = None, peak_tflops: float | None = None
+) -> dict[str, float | None]:
+    """The figures of a step, by their tags in TensorBoard and the trackers; FLOPs are per device."""
     rate = step.tokens / step.step_time_s
-    figures = {"train/loss": step.loss, "train/lr": step.lr, "train/grad_norm": step.grad_norm}
-    return figures | {"speed/step_time_s": step.step_time_s, "speed/tokens_per_sec": rate}
+    tflops = flops_per_token and rate * flops_per_token / 1e12
+    return {
+        "train/loss": step.loss,
+        "train/lr": step.lr,
+        "train/grad_norm": step.grad_norm,
+        "speed/step_time_s": step.step_time_s,
+        "speed/tokens_per_sec": rate,
+        "speed/model_tflops_per_gpu": tflops,
+        "speed/mfu": tflops / peak_tflops if tflops and peak_tflops else None,
+    }
 
 
 def finite(value: Any) -> Any:

@@ -151,14 +151,10 @@ class Attempt(Strict):
 
     first_step: int = 0
     start: float = 0.0
-    """Of its command."""
     opened: float = 0.0
-    """When it took the run's directory."""
     end: float | None = None
     ended: str | None = None
-    """What ended it: its status, and its error."""
     lost_s: float = 0.0
-    """Time of steps of earlier attempts that it did again."""
 
 
 Status = Literal["running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"]

@@ -1,17 +1,15 @@
-"""TensorBoard: scalars of each step, what ran as text, and hparams with the final metrics."""
+"""TensorBoard: scalars of each step, and hparams with the final metrics."""
 
-import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from llm_train_bench.base.tables import markdown_cell, markdown_table
 from llm_train_bench.results.metrics import RUN_COLUMNS
 from llm_train_bench.results.result_files import Step, finite_numbers, step_figures, storable
 from llm_train_bench.results.schema import METER_LENGTH, Result
@@ -25,19 +23,14 @@ Summary: Any = vars(summary_pb2)["Summary"]
 class TensorBoardFile:
     """A sink of steps that writes their figures to an event file.
 
-    Rates are derived from `flops_per_token` (palm) and `peak_tflops` of each of `n_devices`, where
-    known. `memory` gives figures in GiB, asked for every ten seconds.
+    `flops_per_token` (palm) is per device; with its dense `peak_tflops` steps have an MFU.
     """
-
-    MEMORY_INTERVAL_S = 10.0
 
     def __init__(
         self,
         directory: Path,
         flops_per_token: float | None,
         peak_tflops: float | None,
-        n_devices: int,
-        memory: Callable[[], dict[str, float | None]],
         first_step: int = 0,
     ):
         # The caller writes: a writing thread would take time from the loop at any moment, and could
@@ -53,30 +46,13 @@ class TensorBoardFile:
         # What earlier attempts wrote of this step and of later ones is not shown.
         self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
-        self.n_devices, self.memory = n_devices, memory
-        self.last_memory, self.last_memory_step = 0.0, -1
         self.last_step = 0
 
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
-            self.write(step)
+            self._scalars(step_figures(step, self.flops_per_token, self.peak_tflops), step.step)
+        self.last_step = steps[-1].step
         self.file.flush()
-
-    def write(self, step: Step) -> None:
-        """Write the event of one step."""
-        rate = step.tokens / step.step_time_s
-        flops = self.flops_per_token
-        tflops = rate * flops / 1e12 / self.n_devices if flops else None
-        mfu = tflops / self.peak_tflops if tflops and self.peak_tflops else None
-        scalars = step_figures(step) | {"speed/model_tflops_per_gpu": tflops, "speed/mfu": mfu}
-        if time.perf_counter() - self.last_memory > self.MEMORY_INTERVAL_S:
-            self._add_memory(step.step)
-        self.last_step = step.step
-        self._scalars(scalars, step.step)
-
-    def _add_memory(self, step: int) -> None:
-        self.last_memory, self.last_memory_step = time.perf_counter(), step
-        self._scalars({f"memory/{name}": gib for name, gib in self.memory().items()}, step)
 
     def _scalars(self, figures: Mapping[str, float | None], step: int) -> None:
         """Write the known figures, each under its tag."""
@@ -87,48 +63,15 @@ class TensorBoardFile:
     def _add(self, **fields: Any) -> None:
         self.records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
-    def describe(self, result: Result) -> None:
-        """Write as text what is about to run."""
-        # Takes a second; --help need not wait for it.
-        from torch.utils.tensorboard.summary import text
-
-        parts = {"arguments": result.args, "model": result.model.shape}
-        parts |= {"device": result.device.model_dump(), "environment": result.environment}
-        for name, content in parts.items():
-            cells = [(k, v if isinstance(v, str) else json.dumps(v)) for k, v in content.items()]
-            rows = [(k, markdown_cell(" ".join(v.splitlines()))) for k, v in cells]
-            table = markdown_table((name, "value"), rows, left=["value"])
-            self._add(summary=text(f"run/{name}", storable(table)))
-        self.file.flush()
-
     def conclude(self, result: Result) -> None:
-        """Write the arguments and the final metrics for the HPARAMS tab, which compares runs."""
-        from torch.utils.tensorboard.summary import hparams
+        """Write the final metrics, the settings for the HPARAMS tab, and the validation losses."""
+        from torch.utils.tensorboard.summary import hparams  # takes a second; --help need not wait
 
         m, last = result.metrics, self.last_step
-        settings: dict[str, Any] = {"model": result.model.name}
-        told = {k: v for k, v in result.args.items() if k not in METER_LENGTH}
-        if result.ours:
-            default = defaults(Args)
-            told = {
-                name: value
-                for name, flag in declared(Args).items()
-                if (
-                    (value := result.args.get(name, default[name])) != default[name]
-                    or flag.headline
-                )
-                and flag.kind is not OUTPUT
-            }
-        for name, value in told.items():
-            plain = isinstance(value, bool | int | float | str)
-            settings[name] = value if plain else str(value).lower()
-        settings.pop("config", None)
         metrics = finite_numbers({f"final/{name}": getattr(m, name) for name in RUN_COLUMNS})
-        for summary in hparams(storable(settings), metrics):
+        for summary in hparams(storable(_settings(result)), metrics):
             self._add(summary=summary)
-        self._scalars(metrics, last)  # the HPARAMS tab shows a tag's last value
-        if last > self.last_memory_step:
-            self._add_memory(last)
+        self._scalars(metrics, last)
         losses = [(result.first_step, m.val_loss_before), *m.val_losses, (last + 1, m.val_loss)]
         for step, loss in losses if m.val_loss_before is not None else ():
             self._scalars({"validation/loss": loss}, step)
@@ -137,3 +80,19 @@ class TensorBoardFile:
     def close(self) -> None:
         """Close the file."""
         self.file.close()
+
+
+def _settings(result: Result) -> dict[str, Any]:
+    """What distinguishes a run from others: headline flags, and those that are not at a default."""
+    told = {k: v for k, v in result.args.items() if k not in METER_LENGTH}
+    if result.ours:
+        flags, usual = declared(Args), defaults(Args)
+        known = {name: told.get(name, usual[name]) for name in flags.keys() - {"config"}}
+        told = {
+            name: value
+            for name, value in known.items()
+            if flags[name].kind != OUTPUT and (flags[name].headline or value != usual[name])
+        }
+    plain = bool | int | float | str
+    texts = {k: v if isinstance(v, plain) else str(v).lower() for k, v in told.items()}
+    return {"model": result.model.name} | texts

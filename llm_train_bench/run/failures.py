@@ -65,10 +65,7 @@ def classify(error: BaseException, advice: bool = True) -> Ending:
         return Ending("interrupted", f"interrupted by {str(error) or 'SIGINT'}", INTERRUPTED)
     if isinstance(error, errors.UsageError | ConfigError):
         return Ending("failed", text, 4 if isinstance(error, errors.DoesNotFit) else 2)
-    if isinstance(
-        error,
-        errors.CompileError | errors.Killed | errors.NoStep | errors.NotJoined | errors.Incomplete,
-    ):
+    if isinstance(error, errors.RunFailed):
         return Ending("failed", text)
     if is_out_of_memory(error):
         return Ending("oom", f"out of memory: {text}{f'; {OOM_ADVICE}' if advice else ''}", 3)
@@ -188,7 +185,7 @@ def report_first(first: dict[str, Any], prog: str, several_nodes: bool, asked: s
     if asked:
         status, who = "interrupted", f"interrupted by {asked}"
     elif run and first.get("killed"):  # other nodes read it there
-        keep_error(run, rank, errors.Killed(text))
+        keep_error(run, rank, errors.RunFailed(text))
     elif run and text.startswith(NO_CAUSE) and several_nodes:
         time.sleep(4.0)  # another node's agent writes that its rank was killed
         status, who = first_error(run, time.time()) or (status, who)

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from llm_train_bench.base.errors import Interrupted, NoStep
+from llm_train_bench.base.errors import Interrupted, RunFailed
 from llm_train_bench.run.failures import LOST
 from llm_train_bench.run.signals import ENDING, Heard, signal_said
 
@@ -58,9 +58,9 @@ class HangWatch:
                 wait_s += 0.0 if heard.again(number) else self.save_s
             elif now > self.limit:
                 text = f"no step in {self.limit_s:g} s: waits for a rank that is gone"
-                found, wait_s = NoStep(f"{text}, or is stuck itself"), 0.0
+                found, wait_s = RunFailed(f"{text}, or is stuck itself"), 0.0
             elif why := self.broken():
-                found = NoStep(f"{LOST}: NCCL reports {why}")
+                found = RunFailed(f"{LOST}: NCCL reports {why}")
             if found and now + wait_s < deadline:
                 deadline, error, when = now + wait_s, found, time.time()
         frame = sys._current_frames().get(threading.main_thread().ident or 0)

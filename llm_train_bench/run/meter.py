@@ -18,7 +18,7 @@ import torch
 from pydantic import Field, FiniteFloat, TypeAdapter, validate_call
 from pydantic.dataclasses import dataclass
 
-from llm_train_bench.base.errors import Incomplete, Interrupted
+from llm_train_bench.base.errors import Interrupted, RunFailed
 from llm_train_bench.base.redaction import shown_command
 from llm_train_bench.formulas.flops import flops_per_token as flops_of
 from llm_train_bench.measure.steps import REST
@@ -218,7 +218,7 @@ class Meter:
         measured, wanted = self._n - self._warmup_steps, self._window_end - self._warmup_steps
         if error is None and measured < wanted:
             done = max(0, measured)
-            error = Incomplete(f"the loop ended after {done} of {wanted} measured steps")
+            error = RunFailed(f"the loop ended after {done} of {wanted} measured steps")
             say(f"Meter: {error}")
             if measured >= 0:
                 self._close_window()

@@ -110,16 +110,12 @@ class RunRecord:
         self.sinks += self.tracked
 
     def _open_displays(self, first_step: int) -> Iterator[ProgressDisplay | TensorBoardFile]:
-        device, flops = self.result.device, self.flops_per_token
+        peak, flops = self.result.device.peak_bf16_tflops, self.flops_per_token
+        flops = flops and flops / self.result.device.count
         if not self.output.quiet:
-            own = flops and flops / device.count
-            yield ProgressDisplay(self.n_steps, own, device.peak_bf16_tflops, self.result.ours)
+            yield ProgressDisplay(self.n_steps, flops, peak, self.result.ours)
         if not self.output.no_tensorboard:
-            directory, memory = self.directory / "tensorboard", lambda: peak_memory(self.device)
-            peak = device.peak_bf16_tflops
-            board = TensorBoardFile(directory, flops, peak, device.count, memory, first_step)
-            board.describe(self.result)
-            yield board
+            yield TensorBoardFile(self.directory / "tensorboard", flops, peak, first_step)
 
     def make_directory(self) -> int:
         """Make the run's directory; the run's first step."""

@@ -1,7 +1,7 @@
 """The flags of the training scripts, each declared once with bounds, scripts and kind. Needs no torch.
 
 A class is a group of flags in --help: its docstring holds the title and the help of each flag. Checks,
-help, compare.py, the gate and TensorBoard read what a flag declares here.
+help, compare.py and the gate read what a flag declares here.
 """
 
 import dataclasses
