@@ -53,7 +53,7 @@ from llm_train_bench.parallel.ranks import ALONE, Ranks, gather, join, leave
 from llm_train_bench.run.checkpoint import saver
 from llm_train_bench.run.checkpoint.saver import load
 from llm_train_bench.run.launch import train_planned
-from llm_train_bench.run.loop import validation_loss
+from llm_train_bench.run.loop import build_evaluation
 from tests.faults import KEEP_ALL
 from tests.helpers import free_port, plan_of, without_inductor
 
@@ -369,7 +369,10 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
                 KEEP_ALL,
                 mock.patch(f"{LOOP}.imbalance_since", traffic.unseen(imbalance_since)),
-                mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),
+                mock.patch(
+                    f"{LOOP}.build_evaluation",
+                    lambda *facts, t=traffic: t.unseen(build_evaluation(*facts)),
+                ),
                 mock.patch.object(saver, "load", traffic.load),
                 mock.patch.object(saver.Saver, "save", traffic.unseen(saver.Saver.save)),
                 # torch 2.15 sends objects by the collectives of tensors.

@@ -234,7 +234,7 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
     assert {"PyYAML", "pydantic", "tensorboard", "torchao", "nvidia-ml-py"} <= names
 
 
-OLD, LEFT = "torchao==0.14.0+git1", "install.sh: left out torchao>=0.15: "
+OLD, LEFT = "torchao==0.14.0+git1", "install.sh: left out torchao>=0.18: "
 THEIRS = importlib.metadata.version("protobuf")
 TOO_OLD = "install.sh: the image contradicts what the project needs: choose a newer BASE_IMAGE\n"
 

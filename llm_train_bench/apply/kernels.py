@@ -33,20 +33,25 @@ def select_attention(work: Work, device: torch.device) -> str | None:
         return piece_kernel(device, dtype, size, work.windowed).name
     if kernel.causal == "blocks":
         return "blocks"
-    chosen = _chosen_kernel(work, device)
-    if kernel.causal in KERNELS and chosen is None:
+    try:
+        return _chosen_kernel(work, device)
+    except RuntimeError:
+        if kernel.causal not in KERNELS:
+            return None
         config, dtype = work.config, str(AMP_DTYPES[work.amp]).removeprefix("torch.")
         n, groups = config.num_attention_heads, config.num_key_value_heads
         extras = " with dropout" if config.attention_dropout else ""
         raise UsageError(
             f"--attention {kernel.causal}: that kernel cannot run {n} heads over {groups} key/value "
             f"heads of {config.head_dim} in {dtype} on {device.type}{extras}; use --attention auto"
-        )
-    return chosen
+        ) from None
 
 
 def _chosen_kernel(work: Work, device: torch.device) -> str | None:
-    """The kernel that PyTorch chooses among those allowed; None for none, or where it does not tell."""
+    """The kernel that PyTorch chooses among those allowed; None where it does not tell.
+
+    RuntimeError where none can run.
+    """
     config, dtype, T = work.config, AMP_DTYPES[work.amp], min(work.batch.seq_len, 512)
     n, groups = config.num_attention_heads, config.num_key_value_heads
     if device.type == "cuda" and dtype == torch.float32:  # as in model/layers.py's `attend`
@@ -54,9 +59,11 @@ def _chosen_kernel(work: Work, device: torch.device) -> str | None:
     options = {"device": device, "dtype": dtype, "requires_grad": True}
     sizes = ((n, config.head_dim), (groups, config.head_dim), (groups, config.value_dim))
     q, k, v = (torch.zeros(1, heads, T, size, **options) for heads, size in sizes)
-    with contextlib.suppress(RuntimeError, AttributeError, TypeError), warnings.catch_warnings():
+    with contextlib.suppress(AttributeError, TypeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch explains at length why it refused a kernel
         choice, dropout = torch.ops.aten._fused_sdp_choice, config.attention_dropout
         number = choice(q, k, v, None, dropout, True, enable_gqa=groups != n)
+        if number < 0:
+            raise RuntimeError("no kernel")
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(number)
     return None

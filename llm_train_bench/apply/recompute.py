@@ -25,11 +25,12 @@ def apply_recompute(
     """
     in_attention, beside = model.config.attention_dropout, model.config.residual_dropout
     # A recomputation must draw the same random numbers again.
-    options: dict[str, Any] = {"preserve_rng_state": in_attention > 0 or beside > 0}
+    draws = in_attention > 0 or beside > 0
+    recomputed = (fp8 or Fp8()).checkpoint
+    recomputed = functools.partial(recomputed, use_reentrant=False, preserve_rng_state=draws)
     contexts: Callable[[], Any] | None = None
     if recompute.policy == "op":
         ops = saved_ops(attention=not in_attention)
-
         layout: Any = model.layout
 
         def keep(context, op, *args, **kwargs) -> CheckpointPolicy:
@@ -44,7 +45,4 @@ def apply_recompute(
             if isinstance(mlp, MixtureOfExperts) and not compiled:
                 both = functools.partial(mlp.replay.contexts, contexts)
             more = {} if both is None else {"context_fn": both}
-            checkpoint = functools.partial(
-                (fp8 or Fp8()).checkpoint, block.forward, use_reentrant=False
-            )
-            block.forward = functools.partial(checkpoint, **options, **more)
+            block.forward = functools.partial(recomputed, block.forward, **more)

@@ -92,15 +92,10 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_gib(device: torch.device) -> float | None:
-    """Memory of a GPU, or of the machine with its swap space for a CPU [GiB]; None where unknown."""
+    """Memory of a GPU, or of the machine for a CPU [GiB]."""
     if device.type != "cpu":
         return device_memory_gib(device)
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-        kib = dict(line.split(":", 1) for line in text.splitlines())
-        return sum(int(kib[name].split()[0]) for name in ("MemTotal", "SwapTotal")) / 2**20
-    except (OSError, ValueError, KeyError):
-        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
 def share_of_memory_gib(device: torch.device, ranks: int) -> float | None:

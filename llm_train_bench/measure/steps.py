@@ -130,10 +130,8 @@ class StepLog:
         self.mark(last)
         known: dict[str, Any] = {"step": step, "phase": phase, "lr": lr, "tokens": tokens}
         known["at"] = round(wall_clock(), 6)
-        if values is None:
-            known["loss"] = None
-        if norm is None:
-            known["grad_norm"] = None
+        figures = {"loss": values, "grad_norm": norm}
+        known |= {name: None for name, value in figures.items() if value is None}
         if phase != "measure":
             before, self.compiled_s = self.compiled_s, self.compile_s()
             known["compile_s"] = self.compiled_s - before

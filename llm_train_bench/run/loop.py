@@ -1,7 +1,6 @@
 """The one timed loop of all training scripts."""
 
 import contextlib
-import functools
 import gc
 import math
 import signal
@@ -298,31 +297,31 @@ def build_step(
 def build_evaluation(
     run: Run, model: nn.Module, data: Validation | None
 ) -> Callable[[], float | None]:
-    """A function that returns the validation loss; None without data."""
-    return functools.partial(validation_loss, run, model, data)
+    """A function that returns the mean validation loss without dropout, or None without data.
 
-
-@torch.no_grad()
-def validation_loss(run: Run, model: nn.Module, data: Validation | None) -> float | None:
-    """Mean validation loss without dropout, or None without data; never inside the window.
-
-    Every rank computes all of it: sharded models need all ranks in each forward. Transformer Engine's
-    modules run without FP8 here, since delayed scaling would remember these activations.
+    Not for the measured window. Every rank computes all of it: sharded models need all ranks in each
+    forward. Transformer Engine's modules run without FP8 here, since delayed scaling would remember
+    these activations.
     """
-    if data is None:
-        return None
     work, device = run.plan.work, run.device
     sharded = sharded_modules(model)
     amp = "off" if sharded else work.amp
-    model.eval()
-    total = torch.zeros((), device=device)
-    for batch in batches(*data, device):
-        if work.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-        with autocast(amp, device):
-            total += model(*batch[:3]) * batch.weight
-    model.train()
-    reshard(sharded)
-    if work.parallelism.divided:  # each rank's loss is of its own tokens
-        average_over_ranks(total)
-    return (total / len(data[1])).item()
+
+    @torch.no_grad()
+    def evaluate() -> float | None:
+        if data is None:
+            return None
+        model.eval()
+        total = torch.zeros((), device=device)
+        for batch in batches(*data, device):
+            if work.cuda_graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            with autocast(amp, device):
+                total += model(*batch[:3]) * batch.weight
+        model.train()
+        reshard(sharded)
+        if work.parallelism.divided:  # each rank's loss is of its own tokens
+            average_over_ranks(total)
+        return (total / len(data[1])).item()
+
+    return evaluate

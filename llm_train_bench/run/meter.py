@@ -38,8 +38,6 @@ from llm_train_bench.trace.read_trace import Trace
 
 # What a Meter itself writes among the arguments of its result.
 OWN_ARGS = {*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script"}
-# Libraries with training loops of their own, which a result names if they are loaded.
-LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
 NEW, BETWEEN, IN_STEP, ENDED = "not started", "between two steps", "inside a step", "at its end"
 SEED = re.compile(r"--seed(=.*)?")
 DIRECTORY = r"^[^./\\][^/\\]*$"
@@ -172,7 +170,7 @@ class Meter:
             f"Meter in {Path(sys.argv[0] or 'python').name}",
             {"n_steps": n_steps, "warmup_steps": warmup_steps, **settings},
             model,
-            provenance.describe_environment(device, LOOPS),
+            provenance.describe_environment(device),
             run_name=run_name,
             run_id=run_id,
             attempts=[begin_attempt()],

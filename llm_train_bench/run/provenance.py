@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +192,8 @@ def _notes(work: Work, schedule: Schedule) -> Iterator[str]:
 
 
 LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger-kernel")
+# Libraries with training loops of their own, which a Meter's result names if they are loaded.
+LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
 # Settings of the environment that change speed or numerics; others, which may be private, stay out.
 SETTINGS = tuple(
     "CUDA_ HIP_ ROCR_ NCCL_ RCCL_ GLOO_ TORCH_ TORCHINDUCTOR_ PYTORCH_ NVTE_ OMP_ MKL_ KMP_ CUBLAS "
@@ -207,11 +209,9 @@ LAUNCHED = {
 }
 
 
-def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict[str, Any]:
-    """Plain JSON data on host, software and revision; what cannot be read is None.
-
-    `more` libraries are named if they are loaded.
-    """
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Plain JSON data on host, software and revision; what cannot be read is None."""
+    libraries = *LIBRARIES, *(name for name in LOOPS if name in sys.modules)
     home = os.environ.get("HOME", "").rstrip("/")
     return {
         "hostname": platform.node(),
@@ -220,10 +220,7 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
         "cpu": cpu_name(),
         "cpu_count": n_cores(),
         "torch_threads": torch.get_num_threads(),
-        "libraries": {
-            name: installed_version(name)
-            for name in (*LIBRARIES, *(name for name in more if name in sys.modules))
-        },
+        "libraries": {name: installed_version(name) for name in libraries},
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
