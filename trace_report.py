@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     directories = [path for path in args.traces if Path(path).is_dir()]
     if directories:
         if len(args.traces) > 1:
-            raise UsageError(f"{directories[0]}: is a directory; give it alone")
+            raise UsageError(f"{directories[0]}: is a directory; give nothing beside it")
         ranks = read_ranks(Path(directories[0]))
         waits = waiting(ranks)
         if args.json:

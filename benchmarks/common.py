@@ -38,12 +38,12 @@ class ContestantEnded(RuntimeError):
 
 
 def device_of_runs() -> torch.device:
-    """The device that train.py takes, left alone: our own use would make it shared."""
+    """The device that train.py takes, not used here: our own use would make it shared."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run_train(*argv: object, script: str = "train.py", out: str | Path | None = None) -> Result:
-    """The result of `SCRIPT ARGV...`, run in this process, alone or as torchrun's only rank."""
+    """The result of `SCRIPT ARGV...`, run in this process, by itself or as torchrun's only rank."""
     # Dynamo refuses to compile one function for more than eight models, as it should in one run.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Choose the constants of the speed model from the fitting rows of benchmarks/published alone.
+"""Choose the constants of the speed model only from the fitting rows of benchmarks/published.
 
     python benchmarks/fit_estimate.py [--write]
 
@@ -101,7 +101,7 @@ def spreads_of(steps: list[Step]) -> dict[str, float]:
 
 
 def prior_of(name: str, value: float, spreads: dict[str, float]) -> float:
-    """What a level costs by its distance from 1; constants have their range alone."""
+    """What a level costs by its distance from 1; constants have only their range."""
     if name in RANGES:
         _, low, high = RANGES[name]
         return 0.0 if low <= value <= high else math.inf

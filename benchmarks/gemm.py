@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="rows of the activations")
     parser.add_argument("--seconds", type=float, default=0.5, help="per shape and format")
     parser.add_argument("--heat", type=float, default=20.0, help="seconds of work before, on a GPU")
-    parser.add_argument("--no-keep", action="store_true", help="leave the file of roofs alone")
+    parser.add_argument("--no-keep", action="store_true", help="do not write the file of roofs")
     parser.add_argument("--replace", action="store_true", help="write a lower roof, too")
     args = parser.parse_args()
     device = pick_device("auto")

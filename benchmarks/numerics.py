@@ -63,7 +63,7 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray, noise: float = 0
 
     `early`: largest relative distance within the first 20 steps. `final`: mean relative distance
     over the last quarter, with the 95 % bootstrap interval of that mean: over the steps of this one
-    run, not over seeds. `noise` is what rounding alone makes of `early`.
+    run, not over seeds. `noise` is what only rounding makes of `early`.
     """
     distance = losses / reference - 1
     tail = distance[-max(1, len(distance) // 4) :]
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
                 # A step has the same samples: a pipeline's are four micro batches.
                 micro = ["--bsz", 2, "--grad-acc-steps", 4] if "--pp" in words else []
                 run_train_apart(*common, text / "train.bin", *words, *micro, script=script, out=out)
-            except RuntimeError as error:  # an absent library, or a failure of this setting alone
+            except RuntimeError as error:  # an absent library, or a failure of only this setting
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# What launch.sh and launch_amd.sh share; they source it. They set script, vendor, image and build, and the
-# functions find_gpus (says what is missing) and gpu_arguments (adds to args).
+# What launch.sh and launch_amd.sh share; they source it. They set script, vendor, image, older_image (its name in the
+# first llm-train-bench) and build, and the functions find_gpus (says what is missing) and gpu_arguments (adds to args).
 set -euo pipefail
-: "${script:?}" "${vendor:?}" "${image:?}" "${build:?}"
+: "${script:?}" "${vendor:?}" "${image:?}" "${older_image:?}" "${build:?}"
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 workdir=/workspace/llm-train-bench
@@ -100,7 +100,8 @@ parse() {
     if [ -n "$cpu" ]; then
         vendor=cpu image=llm-train-bench:cpu build="docker build -t llm-train-bench:cpu -f docker/Dockerfile.cpu ."
     fi
-    image=${asked:-${BENCH_IMAGE:-$image}}
+    asked=${asked:-${BENCH_IMAGE:-}}
+    image=${asked:-$image}
     user_name=$(id -un 2>/dev/null || id -u)
     container=${container:-llm-train-bench-${user_name//[^A-Za-z0-9_.-]/_}-$vendor}
     [[ $gpus =~ ^(all|[0-9]+(,[0-9]+)*)$ ]] || die "--gpus $gpus: must be all, or numbers: 0,1" 2
@@ -123,8 +124,14 @@ find_engine() {
 }
 
 find_image() { # and its digest for the run's result, since a container cannot know it
-    local format='{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}'
-    ! digest=$("$engine" image inspect --format "$format" "$image" 2>&1) || return 0
+    local format='{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}' name
+    for name in "$image" "$older_image"; do
+        if digest=$("$engine" image inspect --format "$format" "$name" 2>&1); then
+            image=$name
+            return
+        fi
+        [ -z "$asked$cpu" ] || break # only the default image has an older name
+    done
     lack "no image $image (${digest##*$'\n'}); build it: $build"
     digest=unknown
 }

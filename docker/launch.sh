@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Start (or re-enter) a container on a machine with NVIDIA GPUs; -h explains.
-script=launch.sh vendor=nvidia image=llm-train-bench:nvidia
+script=launch.sh vendor=nvidia image=llm-train-bench:nvidia older_image=llm-train-bench
 build="docker build -t llm-train-bench:nvidia -f docker/Dockerfile --build-arg GIT_SHA=\$(git rev-parse HEAD) ."
 # shellcheck source=docker/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

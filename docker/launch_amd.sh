@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Start (or re-enter) a container on a machine with AMD GPUs; -h explains. Settings: docker/amd.env.
-script=launch_amd.sh vendor=amd image=llm-train-bench:amd
+script=launch_amd.sh vendor=amd image=llm-train-bench:amd older_image=llm-train-bench/amd
 build="docker build -t llm-train-bench:amd -f docker/Dockerfile.amd --build-arg GIT_SHA=\$(git rev-parse HEAD) ."
 # shellcheck source=docker/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -59,7 +59,7 @@ class Router(nn.Linear):
         e = self.options
         if self.correction is not None:
             scores = scores + self.correction
-        if e.groups > 1:  # of the best groups alone, by the sum of their two best (DeepSeek-V3)
+        if e.groups > 1:  # only of the best groups, by the sum of their two best (DeepSeek-V3)
             grouped = scores.unflatten(1, (e.groups, -1))
             best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(e.groups_per_token).indices
             closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)

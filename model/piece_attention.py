@@ -2,7 +2,7 @@
 
 Windows, packed documents, sinks, and the queries of one rank among gathered keys become runs of queries
 that see the keys from some position to their own. A run's earlier keys and its own are two pieces, joined
-by their log-sum-exp, from which the backward of each piece follows exactly (as in ring attention, Liu et
+by their log-sum-exp. The backward of each piece follows from that exactly (as in ring attention, Liu et
 al. 2023). A sink (gpt-oss) only adds to the log-sum-exp. No mask has more than 2048 x 6144 elements.
 """
 

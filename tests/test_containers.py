@@ -42,7 +42,9 @@ case "$*" in
 info*Runtimes*) shown runtimes '{{"nvidia": {{}}}}' ;;
 info*SecurityOptions*) shown security '[name=seccomp]' ;;
 "image inspect "*)
+    for last; do :; done
     if [ -e "$here/no_image" ]; then cat "$here/no_image" >&2; exit 1; fi
+    if [ -e "$here/images" ] && ! grep -qxF "$last" "$here/images"; then exit 1; fi
     echo example.com/bench@sha256:abc ;;
 "container inspect "*) cat "$here/container" 2> /dev/null || {{ echo; exit 1; }} ;;
 esac
@@ -306,6 +308,7 @@ SITUATIONS = {
     "no toolkit": lambda m: (m.nvidia(), (m.state / "runtimes").write_text("{}")),
     "no image": lambda m: (m.state / "no_image").write_text("\nNo such image: x\n"),
     "no daemon": lambda m: (m.state / "no_image").write_text("Cannot connect\n"),
+    "older image": lambda m: (m.state / "images").write_text("llm-train-bench\n"),
     "rootless": lambda m: (m.state / "security").write_text("[name=seccomp name=rootless]"),
     "podman": lambda m: m.podman(),
     "podman's GPUs": lambda m: m.podman(cdi=True),

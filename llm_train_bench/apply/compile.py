@@ -21,7 +21,7 @@ from llm_train_bench.model.transformer import Transformer
 def key_compiled_code(work: Work) -> None:
     """Make what PyTorch leaves out a part of each compiler cache's key, beside the user's tag.
 
-    Attention's kernels, emulated FP8 and the library of linear layers change compiled code, and code that
+    Attention's kernels, emulated FP8 and the library of linear layers change compiled code. Code that
     another process compiled under other ones would be reused (pytorch/pytorch#185449).
     """
     switches = work.attention.causal, bool(work.fp8 and work.fp8.emulated), work.linear

@@ -90,7 +90,7 @@ def materialize(
 ) -> None:
     """Give a meta-device model storage and initial values, in place: the same in every layout of ranks.
 
-    With `pretrained` they are read. A parameter that ranks share is made whole alone: the model never
+    With `pretrained` they are read. A parameter that ranks share is made whole by itself: the model never
     exists whole anywhere. With `offload` the shards are in host memory.
     """
     model.to_empty(device=torch.device("cpu") if offload else device)

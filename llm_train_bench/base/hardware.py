@@ -117,7 +117,7 @@ def our_hardware() -> HardwareFile:
 def devices() -> tuple[Hardware, ...]:
     """All devices that are known, the user's own first; UsageError for an entry that is not right.
 
-    An entry of the user's needs `name`, `bf16_tflops`, `memory_gib` and `memory_tb_per_s` alone.
+    An entry of the user's needs only `name`, `bf16_tflops`, `memory_gib` and `memory_tb_per_s`.
     """
     path = own_hardware_file()
     has_own = path.exists() or os.environ.get("LLM_TRAIN_BENCH_HARDWARE")
@@ -218,7 +218,7 @@ def find_hardware(name: str) -> Hardware:
     """
     low = name.lower()
     exact = [d for d in devices() if low in map(str.lower, (d.name, *d.driver_names))]
-    # Whole words, or A10 would be an A100; MI300 is MI300X. Also rtx4090, or 4090 alone.
+    # Whole words, or A10 would be an A100; MI300 is MI300X. Also rtx4090, or only 4090.
     bare = re.sub(r"[\s-]", "", low)
     words = re.compile(rf"(?<!\S){re.escape(low)}x?(?!\w)")
     near = exact or [

@@ -67,7 +67,7 @@ def n_cores() -> int:
 def cpu_name() -> str:
     """The CPU's model name with its instruction sets and cores; `CPU` where the system has no name.
 
-    A name alone may stand for several generations: bf16 matmuls of an "AMD EPYC" differ ninefold.
+    One name may stand for several generations: bf16 matmuls of an "AMD EPYC" differ ninefold.
     """
     model, flags = _processor()
     sets = " ".join(name for name in INSTRUCTION_SETS if name in flags)

@@ -1,4 +1,4 @@
-"""Which node or link of a job is slow: each node alone, then pairs, then all ranks together."""
+"""Which node or link of a job is slow: each node by itself, then pairs, then all ranks together."""
 
 import dataclasses
 import json

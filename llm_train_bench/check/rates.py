@@ -85,7 +85,7 @@ def cpu_entry(device: torch.device, seconds: float) -> dict[str, Any]:
     # efficiency (side / (side + half))^3 of the one and of the other
     r = min(0.999, small / large) ** (1 / 3)
     half = max(0.0, 128 * 1024 * (1 - r) / (1024 * r - 128)) if 1024 * r > 128 else 128.0
-    half = min(half, 128.0)  # another process may have slowed the small one alone
+    half = min(half, 128.0)  # another process may have slowed only the small one
     whole = ((1024 + half) / 1024) ** 3
     fp32, bf16 = whole * large, whole * square_rate(kinds["bf16"], 1024, device, seconds)
     forward, both = attention_rates((4, 6, 512, 64), torch.float32, device, seconds)

@@ -27,8 +27,8 @@ from llm_train_bench.settings.run_file import unknown_settings
 
 NOT_CHECKED = ["readings of sensors and of memory, versions, dates", "that this machine ran it"]
 EXACT = 1e-6
-# The host's clock, read when a step has been issued, is within this part of a step, of a window, and
-# seconds from the device's times. On an H200 it was within 0.2 of a step.
+# The host's clock is read when a step has been issued. It agrees with the device's times within this
+# part of a step, this part of a window, or these seconds. On an H200 it was within 0.2 of a step.
 STEP_LAG, CLOCKS_AGREE, CLOCK_S = 0.6, 0.03, 0.02
 # A device's energy, and its average power over the window, agree within this part.
 ENERGY_AGREES = 0.05

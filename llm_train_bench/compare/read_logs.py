@@ -163,6 +163,18 @@ def read_trainer_state(content: dict[str, Any], path: Path, facts: LogFacts) -> 
     return record_of(log, path, facts)
 
 
+def read_automodel(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
+    """The JSON of NeMo Automodel's benchmark recipe; its `tflops_per_gpu` is of a step, not a second."""
+    batch, length = content["global_batch_size"], content["seq_len"]
+    mfu = (content.get("avg_mfu_percent") or 0.0) / 100
+    tflops = mfu * (content.get("peak_tflops") or 0.0)
+    # A float: a list would be repeated.
+    rate = 1.0 * batch * length / content["avg_iter_time_seconds"]
+    step = LoggedStep(0, tokens_per_sec=rate, tflops=tflops or None, mfu=mfu or None)
+    sizes = {"n_gpus": content["world_size"], "seq_len": length, "global_batch": batch}
+    return record_of(Log([step], "NeMo Automodel", **sizes, model=path.stem), path, facts)
+
+
 def last_start(steps: list[LoggedStep]) -> int:
     """Where the last of several runs in one log begins: there the steps count anew.
 

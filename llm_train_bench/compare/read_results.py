@@ -16,7 +16,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.redaction import shown_command
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.compare.log_formats import UNITS, Log, LoggedStep
-from llm_train_bench.compare.read_logs import read_trainer_state, record_of
+from llm_train_bench.compare.read_logs import read_automodel, read_trainer_state, record_of
 from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.run_files import read_runs_file
 from llm_train_bench.compare.setting import changes_in_words, settings_of
@@ -49,6 +49,8 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
         return [read_suite(content, path, facts)]
     if "log_history" in keys and isinstance(content["log_history"], list):
         return [read_trainer_state(content, path, facts)]
+    if {"avg_iter_time_seconds", "world_size"} <= keys:
+        return [read_automodel(content, path, facts)]
     raise UsageError(
         f"{path}: is not a result.json of ours, and has no gpu_info and performance_metrics"
     )

@@ -88,7 +88,7 @@ def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
     """Bytes that a rank hands to collectives in a step, by kind; `pp_rank`: its pipeline group.
 
     FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient. All of it
-    in every micro step (with `reduce_last` gradients in the last alone), over up to three
+    in every micro step (with `reduce_last` gradients only in the last), over up to three
     meshes, besides what tokens move. In a pipeline the bytes are of one of its groups of ranks, which
     gathers and reduces its stages once a step.
     """
@@ -224,7 +224,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     repeats = int(checkpointed and work.recompute.policy != "cheap")  # what no policy keeps
     spec, experts = config.layers[layer], config.experts_of(layer)
     mixes, follows = spec.mixer is not None, spec.mlp is not None
-    if experts is not None:  # of what follows, tp divides the shared expert alone
+    if experts is not None:  # of what follows, tp divides only the shared expert
         follows = experts.shared_size > 0
     if parallel.tp > 1:
         move = functools.partial(TokenMoves, "tp", ranks=parallel.tp, apart=1)

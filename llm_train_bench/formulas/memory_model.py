@@ -19,7 +19,7 @@ from llm_train_bench.model.shapes import present
 
 # Memory on a GPU besides PyTorch's tensors. CUDA context and libraries, and communication buffers:
 # by experience, not measured here. The allocator's own code left gaps of 1 to 7 % in steps of 1 to
-# 8 billion parameters, and of 12 % where single tensors take gigabytes.
+# 8 billion parameters. They were 12 % where single tensors take gigabytes.
 CONTEXT_GIB, COMMUNICATION_GIB, GAPS = 0.8, 1.0, 0.05
 
 

@@ -98,8 +98,8 @@ def _replicas(work: Work, pieces: Pieces, clock: Clock) -> float:
 
     FSDP: a block's gather is sent for when the block before begins, its reduction when it ends. Without
     prefetch a gather of the backward is sent for when the block before ends (FSDP1's BACKWARD_POST).
-    Where weights stay gathered, it happens in the first micro batch alone. DDP reduces full buckets, in
-    the last micro batch alone.
+    Where weights stay gathered, it happens only in the first micro batch. DDP reduces full buckets, only
+    in the last micro batch.
     """
     trainer, layers, end = work.trainer, list(pieces.forward), 0.0
     units = pieces.units or dict.fromkeys((-1, *layers), (0.0, 0.0))

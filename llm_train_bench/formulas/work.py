@@ -18,9 +18,9 @@ from llm_train_bench.model.weights import Lora
 
 # The parts of a step, in their order.
 STEP_PARTS = ("data", "forward", "backward", "idle", "optimizer")
-# Rows of the fullest of 64 ep ranks over the mean under a learned router, the mean of all layers, in the
-# first 20 steps after 30 of warm-up (https://github.com/marin-community/marin/issues/7668; 1.21 after 18
-# more steps). Random choices, which others call forced balance, had 1.01.
+# Rows of the fullest of 64 ep ranks over the mean, under a learned router. It is the mean of all layers
+# in 20 steps after 30 of warm-up (https://github.com/marin-community/marin/issues/7668). After 18 more
+# steps it was 1.21. Random choices, which others call forced balance, had 1.01.
 LEARNED_IMBALANCE = 1.34
 # A backward costs two forwards.
 PASS_FORWARDS = {"forward": 1, "forward-backward": 3, "step": 3}
@@ -54,7 +54,7 @@ class Batch:
 class Recompute:
     """Blocks that recompute their activations in backward, and what of them: `block` or `op`.
 
-    `every-other-matmul` is for estimates of other trainers alone: `op`, but half of the matmuls again.
+    `every-other-matmul` is only for estimates of other trainers: `op`, but half of the matmuls again.
     """
 
     blocks: tuple[int, ...] = ()
@@ -420,7 +420,7 @@ class Work:
         return self.parallelism.stage_layers(self.config.num_hidden_layers, stage)
 
     def layers_of(self, pp_rank: int) -> list[int]:
-        """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
+        """The blocks of one pp rank: a pipeline cuts the layers between groups of ranks."""
         return [
             i for stage in self.parallelism.stages_of(pp_rank) for i in self.stage_layers(stage)
         ]

@@ -1,4 +1,4 @@
-"""Matmuls of a rank's device alone, without waiting for other ranks: how fast, and to warm it."""
+"""Matmuls of one rank's device, without waiting for other ranks: how fast, and to warm it."""
 
 import functools
 import statistics
@@ -42,6 +42,6 @@ def _square_matmul(device: torch.device) -> tuple[Callable[[], object], int]:
     cuda = device.type == "cuda"
     n = GPU_SIZE if cuda else CPU_SIZE
     dtype = torch.bfloat16 if cuda else torch.float32
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's generator alone
+    generator = torch.Generator(device).manual_seed(0)  # does not change the run's generator
     a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
     return functools.partial(torch.mm, a, b, out=torch.empty_like(a)), n

@@ -30,8 +30,8 @@ _GATHER, _SCATTER = _c10d.all_gather_into_tensor, _c10d.reduce_scatter_tensor
 
 def set_timeouts(mesh: DeviceMesh, device: torch.device, timeout_s: float) -> None:
     """Give the groups of a mesh the timeout of collectives, which new groups do not inherit."""
-    # Private: a mesh takes no timeout for its groups in torch 2.11 to 2.13, and `new_group`, which does,
-    # would wait for all ranks once for each group.
+    # Private: a mesh takes no timeout for its groups in torch 2.11 to 2.13. `new_group` does, but would
+    # wait for all ranks once for each group.
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(collective_timeout(device, timeout_s), group)
 

@@ -134,8 +134,8 @@ def _started(pid: int | None) -> int | None:
     return None if state in "ZX" else int(rest[18])
 
 
-# The first rank of a machine writes the directory of its run into a file of this name, for the process
-# that started it, once there is a result in it.
+# Once there is a result, the first rank of a machine writes the run's directory into a file of this name.
+# It is for the process that started the rank.
 RUN_POINTER = "run"
 
 

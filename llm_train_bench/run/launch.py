@@ -1,4 +1,4 @@
-"""Starting a script: alone, as one rank under a launcher, or as the parent of its ranks."""
+"""Starting a script: by itself, as one rank under a launcher, or as the parent of its ranks."""
 
 import gc
 import os

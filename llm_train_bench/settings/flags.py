@@ -212,7 +212,7 @@ class CompileFlags:
     sac_policy: What a chosen block recomputes. block: everything. op: everything except matmuls,
         attention (without dropout) and collectives.
     offload_activations: Keep what blocks save for backward in host memory. Copies run beside the
-        computation. With --sac-freq 1/1 these are the inputs of blocks alone.
+        computation. With --sac-freq 1/1 these are only the inputs of blocks.
     """
 
     pt_compile: bool = flag(False, SPEED, headline=True, common=True)

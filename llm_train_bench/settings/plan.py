@@ -134,7 +134,7 @@ class Plan:
         """
         if 8 * self.work.batch.micro_tokens > memory_gib * 2**30:
             raise DoesNotFit(
-                f"the token ids of a micro batch alone need more than {memory_gib:,.1f} GiB; use a "
+                f"already the token ids of a micro batch need more than {memory_gib:,.1f} GiB; use a "
                 "smaller --bsz"
             )
         if self.platform == "cpu" or (need := self.needs(self.work) / 2**30) <= memory_gib:

@@ -1,6 +1,6 @@
 """--tune: the fastest of many settings, few of them run. Needs no torch.
 
-The estimate leaves a fifth of the settings, short runs halve these again and again, and the two best run
+The estimate leaves a fifth of the settings, and short runs halve these again and again. The two best run
 in full, in turn, for an interval.
 """
 
