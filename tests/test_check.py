@@ -361,7 +361,7 @@ def test_the_slow_node_or_link_is_named(n, fault, victims, per_node, failed, tmp
     args = n, str(tmp_path), fault, victims, per_node
     torch.multiprocessing.start_processes(_survey_with_a_fault, args, n, start_method="fork")
     told = json.loads((tmp_path / "survey.json").read_text())
-    lines = machine_check.failures_of(told)
+    lines = fabric.failures_of(told)
     expected = "fail" if failed else "pass" if fault else "not judged"  # without a nominal rate
     assert len(lines) == len(failed) and told["verdict"] == expected, lines
     assert told["exclude"] == (platform.node() if (fault, per_node) == ("computes", 2) else "")

@@ -3,8 +3,9 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from llm_train_bench.base.children import private_directory
 from llm_train_bench.base.hardware import Hardware
@@ -98,3 +99,17 @@ def judged_link(transport: str, rate: float, nominal: float | None) -> tuple[str
         return "not judged", "no nominal rate is known"
     text = f"{transport}: {rate:.3g} of {nominal:g} GB/s ({part:.0%})"
     return ("fail" if part < FAILS else "not judged" if part < UNCERTAIN else "pass"), text
+
+
+def failures_of(told: dict[str, Any]) -> Sequence[str]:
+    """The lines of a survey's JSON that say what is slow."""
+    units = told["units"]
+    lines = [f"{unit['name']}: {text}" for unit in units for text in unit["failed"]]
+    failed = [link for link in told["links"] if link["verdict"] == "fail"]
+    if failed and len(failed) == len(told["links"]):  # it is the fabric, not a link
+        return [*lines, f"every link is too slow: {failed[0]['why']}: {failed[0]['cause']}"]
+    by_node = {i for i, unit in enumerate(units) if any("sends" in text for text in unit["failed"])}
+    for link in (link for link in failed if not by_node & {*link["units"]}):
+        a, b = (units[i]["name"] for i in link["units"])
+        lines.append(f"the link between {a} and {b} is slow: {link['why']}")
+    return lines

@@ -17,6 +17,7 @@ from llm_train_bench.base.machine import Platform
 from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.base.tool_main import print_apart
 from llm_train_bench.check import findings
+from llm_train_bench.check.fabric import failures_of
 from llm_train_bench.check.findings import Finding
 from llm_train_bench.check.references import (
     Reached,
@@ -87,20 +88,6 @@ def survey_figures(
     for row in told["collectives"]:
         if row["mib"] == largest and row["kind"] in ("all_gather", "reduce_scatter"):
             yield Reached(row["kind"].replace("_", "-"), "bus GB/s", row["bus_gb_per_s"], reference)
-
-
-def failures_of(told: dict[str, Any]) -> Sequence[str]:
-    """The lines of a survey's JSON that say what is slow."""
-    units = told["units"]
-    lines = [f"{unit['name']}: {text}" for unit in units for text in unit["failed"]]
-    failed = [link for link in told["links"] if link["verdict"] == "fail"]
-    if failed and len(failed) == len(told["links"]):  # it is the fabric, not a link
-        return [*lines, f"every link is too slow: {failed[0]['why']}: {failed[0]['cause']}"]
-    by_node = {i for i, unit in enumerate(units) if any("sends" in text for text in unit["failed"])}
-    for link in (link for link in failed if not by_node & {*link["units"]}):
-        a, b = (units[i]["name"] for i in link["units"])
-        lines.append(f"the link between {a} and {b} is slow: {link['why']}")
-    return lines
 
 
 def run_workload(w: Workload, ranks: int, directory: Path) -> tuple[Result | None, str]:

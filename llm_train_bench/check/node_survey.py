@@ -21,7 +21,6 @@ from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tables import grouped, markdown_table, number
 from llm_train_bench.check import fabric
 from llm_train_bench.check.collective_rates import MIB, collective_rates
-from llm_train_bench.check.machine_check import failures_of
 from llm_train_bench.measure.device import device_name, pick_device, synchronize
 from llm_train_bench.measure.matmul_rate import device_tflops
 from llm_train_bench.parallel.ranks import MEETING, Ranks, find_ranks, gather, join, leave, meet
@@ -272,7 +271,7 @@ def show_survey(told: dict[str, Any]) -> None:
     title = f"{sum(len(unit['ranks']) for unit in told['units'])} ranks, {told['device']}"
     print(markdown_table(columns, rows, left=("verdict",), title=title), end="")
     _show_links(told)
-    for line in failures_of(told):
+    for line in fabric.failures_of(told):
         print(f"FAIL: {line}")
     rows = [
         (x["kind"], f"{x['mib']:g}", f"{1e3 * x['seconds']:.3f}", f"{x['bus_gb_per_s']:.2f}")
