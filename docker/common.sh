@@ -84,7 +84,8 @@ parse() {
             fixed=$option
             ;;
         --env)
-            printenv "$value" >/dev/null || die "--env ${value%%=*}: must be a NAME, whose variable is exported here" 2
+            [[ $value =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "--env ${value%%=*}: must be a NAME, whose variable is exported here" 2
+            printenv "$value" >/dev/null || die "--env $value: is not exported here" 2
             extra+=(-e "$value")
             ;;
         --env-file)

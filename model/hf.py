@@ -15,7 +15,7 @@ from torch import Tensor
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
 from llm_train_bench.model.config_keys import MTP_KEYS, WITHOUT_EFFECT
 from llm_train_bench.model.families import FAMILIES
-from llm_train_bench.model.json_files import FACTS, plain_file
+from llm_train_bench.model.json_files import FACTS, parse_json, plain_file, plain_text
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.lora import adapter_settings
 from llm_train_bench.model.transformer import Transformer
@@ -169,18 +169,23 @@ def _read(parts: list[_Stored], weight: Weight) -> Tensor:
 
 
 def _index(directory: Path) -> dict[str, _Stored]:
-    """The tensors of model.safetensors, or else of all its parts in a directory, by name."""
-    single, stored = directory / "model.safetensors", {}
-    for path in [single] if single.exists() else sorted(directory.glob("model*.safetensors")):
-        try:
+    """The tensors of model.safetensors, or of the files beside it that its index names, by name."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    path, stored, weight_map = single if single.exists() else index, {}, {}
+    if not path.exists():
+        raise ConfigError(f"{directory}: has no {single.name} and no {index.name}")
+    try:
+        if path == index:
+            weight_map = parse_json(plain_text(index))["weight_map"]
+        for file in {Path(name).name for name in weight_map.values()} or {single.name}:
+            path = directory / file
             with safe_open(plain_file(path), framework="pt") as f:
                 for name in f.keys():  # noqa: SIM118 (it is not a dictionary)
-                    tensor = f.get_slice(name)
-                    stored[name] = _Stored(path, name, tensor.get_shape(), tensor.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if not stored:
-        raise ConfigError(f"{directory}: has no model.safetensors and no model-*.safetensors")
+                    if weight_map.get(name, file) == file:
+                        tensor = f.get_slice(name)
+                        stored[name] = _Stored(path, name, tensor.get_shape(), tensor.get_dtype())
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     return stored
 
 

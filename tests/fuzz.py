@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import yaml
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import compare
 import doctor
@@ -36,6 +38,7 @@ from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.check import findings
 from llm_train_bench.compare.read_results import records_of_file
 from llm_train_bench.model.config import ConfigError, load_config
+from llm_train_bench.model.hf import _index
 from llm_train_bench.run.checkpoint import attempt
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.sweep import all_runs
@@ -100,6 +103,15 @@ def as_json(value: Any, n: int = 400) -> str:
     return text.replace('"@digits"', "9" * 5000)
 
 
+def as_table(rows: Any) -> str:
+    """Data as CSV."""
+    out = io.StringIO()
+    rows = rows if isinstance(rows, list) else [rows]
+    with contextlib.suppress(csv.Error):
+        csv.writer(out).writerows(row if isinstance(row, list) else [row] for row in rows)
+    return out.getvalue()
+
+
 @st.composite
 def reworded(draw, text: str) -> str:
     """A log with a changed number, unit or line."""
@@ -130,6 +142,8 @@ def parsed(data: bytes, ending: str) -> Any:
     """The content of a right file."""
     if ending == ".jsonl":
         return [*map(json.loads, data.decode().splitlines())]
+    if ending == ".csv":
+        return [*csv.reader(io.StringIO(data.decode()))]
     if ending == ".yaml":
         return yaml.safe_load(data)
     return json.loads(gzip.decompress(data) if ending.endswith(".gz") else data)
@@ -147,6 +161,8 @@ def spoilt(draw, rights: list[bytes], ending: str) -> bytes:
         value = draw((reworded if is_text else edited)(value))
     if is_text:
         text = value
+    elif ending == ".csv":
+        text = as_table(value)
     elif ending == ".jsonl":
         text = "\n".join(map(as_json, value if isinstance(value, list) else [value]))
     else:
@@ -166,6 +182,12 @@ def read_hardware(path: Path) -> None:
 def read_roofs(path: Path) -> None:
     with mock.patch.object(hardware, "ROOFS_FILE", path):
         hardware.find_roof("NVIDIA H200")
+
+
+def read_weights_index(path: Path) -> None:
+    path.rename(path.with_name("model.safetensors.index.json"))
+    save_file({"a": torch.zeros(1)}, path.with_name("b.safetensors"))
+    _index(path.parent)
 
 
 def read_checkpoint(path: Path) -> None:
@@ -330,7 +352,7 @@ def kinds() -> dict[str, Kind]:
                 for row, cell in zip(rows * 9, cells, strict=False)]  # fmt: skip
     torchtune = b'{"step": 1, "tokens_per_second_per_gpu": 8.0, "loss": 2.0, "lr": 1e-3}\n' * 2
     lines = [b"\n".join(texts("tests/logs/automodel.jsonl")[0].splitlines()[:3]), torchtune]
-    suites = texts("tests/logs/suite.json")
+    suites = texts("tests/logs/suite.json", "tests/logs/automodel-benchmark.json")
     traces = texts("tests/fuzzed/*trace.json")
     gz = [gzip.compress(text) for text in traces]
     gz += [_small(file) for file in sorted(TRACES.glob("*.json.gz"))]
@@ -343,6 +365,7 @@ def kinds() -> dict[str, Kind]:
         "log": (".log", logs),
         "trainer": (".json", texts("tests/logs/trainer_state.json")),
         "suite": (".json", suites),
+        "table": (".csv", texts("tests/logs/lightning.csv")),
         "lines": (".jsonl", lines),
     }
     return {name: (*files, records_of) for name, files in foreign.items()} | {
@@ -360,6 +383,7 @@ def kinds() -> dict[str, Kind]:
         "roofs": (".json", values({"NVIDIA H200": {"bf16_tflops": 700.0}}), read_roofs),
         "rows": (".jsonl", ["\n".join(map(json.dumps, rows)).encode()],
                  lambda path: Rows(path.rename(path.with_name("rows.jsonl")))),
+        "weights": (".json", values({"weight_map": {"a": "b.safetensors"}}), read_weights_index),
         "tokenizer": (".json", texts("tests/fuzzed/tokenizer.json"),
                       lambda path: prepare_data.load_encoder(str(path))[0]("a b")),
         "facts": (".json", [content], read_checkpoint),

@@ -267,7 +267,7 @@ def test_of_a_sweep_its_runs_are_read(tmp_path, capsys, run_of):
     (tmp_path / "s" / "rows.jsonl").write_text("")
     (tmp_path / "s" / "runs.csv").write_text("key,status,model\nx-1-0,ok,gpt2-tiny\n")
     assert [r.label for r in records_of(tmp_path / "s")] == ["x-1-0"]
-    with pytest.raises(UsageError, match="not a log of a known suite"):
+    with pytest.raises(UsageError, match="no steps of Lightning in it"):
         records_of(tmp_path / "s" / "runs.csv")
 
 

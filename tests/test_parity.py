@@ -302,6 +302,14 @@ def test_weights_that_the_config_or_the_format_cannot_mean(name, spoil, message,
         materialize(model, CPU, 0, check_pretrained(model.config, tmp_path))
 
 
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_names_only_files_beside_it(name, tmp_path):
+    index = {"weight_map": {"lm_head.weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_pretrained(parse_config(SHAPE, "micro.json"), tmp_path)
+
+
 def test_padding_rows_change_no_other_value():
     """Where vocabulary x width is not a multiple of 16, random numbers are drawn otherwise."""
     odd = SHAPE | {"vocab_size": 31, "n_embd": 6}

@@ -172,7 +172,7 @@ def test_what_failed_is_run_again_on_request(tmp_path, output_of, scripts, monke
     assert row["status"] == "ok"
 
 
-def test_rows_survive_torn_deep_and_escaped_lines(tmp_path):
+def test_rows_survive_torn_deep_and_escaped_lines(tmp_path, capsys):
     path, name = tmp_path / "rows.jsonl", printable(fuzz.ESCAPE)
     row = {"model": "m", "status": "oom", "axes": {}}
     a, b, c = (json.dumps({"key": key} | row) for key in "abc")
@@ -186,7 +186,8 @@ def test_rows_survive_torn_deep_and_escaped_lines(tmp_path):
     spoilt = row | {"key": fuzz.ESCAPE, "axes": {fuzz.ESCAPE: [{fuzz.ESCAPE: fuzz.ESCAPE}]}}
     path.write_text("\n".join([*deep, b, *without, json.dumps(spoilt), c[:-9]]))
     rows = Rows(path)
-    assert list(rows.rows) == ["b", name]
+    damaged = [f"{path}:{line}: is damaged; its setting runs again" for line in (1, 2, 4, 5, 6, 7)]
+    assert capsys.readouterr().out.splitlines() == damaged
     assert rows.rows[name] == row | {"key": name, "axes": {name: [{name: name}]}}
     rows.forget("failed")
     assert list(rows.rows) == ["b", name]

@@ -13,4 +13,4 @@ def first_problem(error: ValidationError) -> str:
     """The first error that a schema found: where, and what."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))[:200]  # names are the file's own
-    return ": ".join(filter(None, (where, first["msg"])))
+    return ": ".join(filter(None, (where, first["msg"].removeprefix("Value error, "))))

@@ -40,7 +40,10 @@ def open_tokens(path: str | Path, dtype: str = "auto") -> np.ndarray:
     width = FORMATS.get((magic, version))
     # Such a header would be trained on as tokens.
     if width is None and any(magic == known for known, _ in FORMATS):
-        raise UsageError(f"{path}: has llm.c's magic {magic}, but of version {version}: not known")
+        known = ", ".join(f"{m} version {v}" for m, v in FORMATS)
+        raise UsageError(
+            f"{path}: has llm.c's magic {magic}, but of version {version}; there are {known}"
+        )
     if width is None and dtype == "auto":
         raise UsageError(
             f"{path}: has no header that says it holds tokens; make token files with "

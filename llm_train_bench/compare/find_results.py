@@ -1,5 +1,6 @@
 """Finding the files of runs, and reading each by its kind. Needs no torch."""
 
+import csv
 import json
 import os
 import re
@@ -8,16 +9,16 @@ from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.files import walk
-from llm_train_bench.compare.read_logs import read_lines, read_log
+from llm_train_bench.compare.read_logs import read_lines, read_log, read_metrics_csv
 from llm_train_bench.compare.read_results import read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, remark_on_figures
 from llm_train_bench.compare.shareable import run_id
 from llm_train_bench.model.json_files import FACTS, plain_file, plain_text
 
-SUFFIXES = (".json", ".jsonl", ".log", ".txt", ".out", ".err")
-READERS = {".json": read_json, ".jsonl": read_lines}  # others are logs
+SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
+READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_metrics_csv}  # others are logs
 # Errors that a file of a known kind can cause in a reader.
-UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, csv.Error)
 
 
 def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFacts) -> list[Record]:
@@ -48,7 +49,7 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
             names = ", ".join(others)[:300]
             say(f"{path}: {len(others)} files are no results: {names}; name one to see why")
         if not found and (fresh or not files):
-            raise UsageError(f"{path}: holds no result, JSON or log that is known")
+            raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
         records += found
     return without_copies(records)
 

@@ -190,6 +190,13 @@ def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: floa
     runs = without_copies(own_runs(paths, Path(baseline)), before)
     measured = grouped(runs, identity)
     verdicts = [judge(each, stored.get(key, []), tolerance) for key, each in measured.items()]
+    names = (name_by_itself(first).rpartition(": ") for first, *_ in stored.values())
+    elsewhere = {name: device for device, _, name in names}
+    for i, v in enumerate(verdicts):
+        here, _, name = v.name.rpartition(": ")
+        if v.status == "NO BASELINE" and elsewhere.get(name, here) != here:
+            text = f"{v.text}; {baseline} has this setting on {elsewhere[name]}"
+            verdicts[i] = dataclasses.replace(v, text=text)
     places = {(r.hardware, r.n_gpus) for r in runs}
     for key, (first, *_) in stored.items():
         if key not in measured and (first.hardware, first.n_gpus) in places:

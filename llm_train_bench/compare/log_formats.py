@@ -6,11 +6,9 @@ import dataclasses
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from llm_train_bench.results.remarks import Remark, Remarked
 
 # Bounded, or a long run of digits would be tried from each of them on.
 N = r"([-+]?(?<![\d,.])(?:\d[\d,]{0,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?)"
@@ -24,11 +22,7 @@ UNITS["%A100"] = 3.12  # of 312 TFLOP/s, whatever the GPU
 
 @dataclasses.dataclass
 class LoggedStep:
-    """A logged step; memory in GiB.
-
-    `mean_time_s` and `elapsed_s` are since the first step. `tokens_seen` and `clock_s` are counters of
-    one kind: a rate follows from two lines.
-    """
+    """A logged step; memory in GiB, `mean_time_s` and `elapsed_s` since the first step."""
 
     step: int
     time_s: float | None = None
@@ -43,14 +37,12 @@ class LoggedStep:
     seq_len: int | None = None
     mean_time_s: float | None = None
     elapsed_s: float | None = None
-    tokens_seen: float | None = None
-    clock_s: float | None = None
     end: int = dataclasses.field(default=0, compare=False)  # of its first line in the text
 
 
 @dataclasses.dataclass
-class Log(Remarked):
-    """All that a log says; what a `Record` has too becomes the record's."""
+class Log:
+    """All that a log says."""
 
     steps: list[LoggedStep]
     suite: str
@@ -70,10 +62,10 @@ class Log(Remarked):
     tokens_per_sec: float | None = None
     counted_tokens_per_sec: float | None = None
     samples_per_sec: float | None = None
-    remarks: list[Remark] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
-Quantity = tuple[bool, str, str, re.Pattern]  # whether of the run; quantity, unit, pattern
+Quantity = tuple[str, str, re.Pattern]  # quantity, unit, pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +73,8 @@ class Suite:
     """How a suite writes its log; see log_formats.toml."""
 
     step: re.Pattern
-    rows: list[Quantity]
+    rows: list[Quantity]  # of a step
+    facts: list[Quantity]  # of the run
     line: list[str] = dataclasses.field(default_factory=list)
     never: list[str] = dataclasses.field(default_factory=list)
     block: bool = False
@@ -89,30 +82,31 @@ class Suite:
     memory: str | None = None
     note: str = ""
     keys: list[str] = dataclasses.field(default_factory=list)
-    sign_key: str = ""
 
 
 def _suites() -> dict[str, Suite]:
     """The suites of the table, in its order."""
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "step"}
+    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "facts", "step"}
 
-    def rows(table: dict[str, Any]) -> Iterator[Quantity]:
+    def rows(table: dict[str, Any], of_run: bool) -> Iterator[Quantity]:
         for key, texts in table.items():
             if key == "include":
-                yield from rows(tables[texts])
+                yield from rows(tables[texts], of_run)
             elif key not in settings | {"step"}:
                 name, _, unit = key.partition(" ")
                 quantity, _, over = name.partition("@")
                 number = LOSS if quantity == "loss" else N
                 for text in [texts] if isinstance(texts, str) else texts:
-                    yield over == "run", quantity, unit, re.compile(text.replace("#", number))
+                    if of_run == (over == "run"):
+                        yield quantity, unit, re.compile(text.replace("#", number))
 
-    header = list(rows(tables.pop("HEADER")))
+    header = list(rows(tables.pop("HEADER"), of_run=True))
     return {
         name: Suite(
             re.compile(table.get("step", "(?!)")),
-            [*rows(table), *header],
+            list(rows(table, of_run=False)),
+            [*rows(table, of_run=True), *header],
             **{key: table[key] for key in settings & table.keys()},
         )
         for name, table in tables.items()
@@ -125,25 +119,46 @@ TRAINER = "Hugging Face Trainer"
 PRINTED = re.compile(r"\{'(?:loss|train_runtime)':[^{}]{0,4000}\}")
 
 
+def suites_of(text: str) -> dict[str, int]:
+    """The suites whose lines a text has, and how many steps each finds in it."""
+    found = {}
+    for suite, form in SUITES.items():
+        if suite == TRAINER:
+            losses = sum(entry.startswith("{'loss'") for entry in PRINTED.findall(text))
+            found[suite] = losses or len(printed_log(text).steps)
+        elif all(part in text for part in form.line):
+            records = _numbered(text, form)
+            found[suite] = sum(any(_quantities(record, form.rows)) for _, _, record in records)
+    return {suite: n for suite, n in found.items() if n}
+
+
 def parse(text: str, suite: str) -> Log:
     """A log taken for one of a suite; without steps if it is not."""
     if suite == TRAINER:
         return printed_log(text)
-    form, steps = SUITES[suite], []
-    if all(part in text for part in form.line) and re.search(form.sign, text):
-        records = list(_records(text, form))
-        numbers = [form.step.search(record) for _, record in records]
-        counted = form.block and not any(numbers)
-        for i, (end, record) in enumerate(records):
-            match = numbers[i]
-            if counted or match:
-                number = int(next(filter(None, match.groups()), "0")) if match else i
-                step = LoggedStep(number, end=end)
-                for quantity, value in _quantities(record, form, of_run=False):
-                    whole = quantity in ("global_batch", "seq_len")
-                    setattr(step, quantity, int(value) if whole else value)
-                steps.append(step)
-    return log_of(steps, suite, text)
+    steps = [_step(*record, suite) for record in _numbered(text, SUITES[suite])]
+    return log_of([step for step in steps if step], suite, text)
+
+
+def _numbered(text: str, form: Suite) -> list[tuple[int, int, str]]:
+    """Number, end and text of each step; steps of a suite's blocks are counted if it does not."""
+    if not re.search(form.sign, text):
+        return []
+    records = list(_records(text, form))
+    matches = [form.step.search(record) for _, record in records]
+    if form.block and not any(matches):
+        return [(i, *record) for i, record in enumerate(records)]
+    pairs = zip(matches, records, strict=True)
+    return [(int(next(filter(None, m.groups()), "0")), *record) for m, record in pairs if m]
+
+
+def _step(number: int, end: int, record: str, suite: str) -> LoggedStep | None:
+    """What a step's text says; None if it has no figures."""
+    step = LoggedStep(number, end=end)
+    for quantity, value in _quantities(record, SUITES[suite].rows):
+        whole = quantity in ("global_batch", "seq_len")
+        setattr(step, quantity, int(value) if whole else value)
+    return step if step != LoggedStep(number) else None
 
 
 def _records(text: str, form: Suite) -> Iterator[tuple[int, str]]:
@@ -163,24 +178,22 @@ def _records(text: str, form: Suite) -> Iterator[tuple[int, str]]:
         yield begun, "".join(block)
 
 
-def log_of(steps: Iterable[LoggedStep], suite: str, text: str = "") -> Log:
-    """A log of those steps that have figures, with the facts that its text tells."""
-    form, known = SUITES[suite], [step for step in steps if step != LoggedStep(step.step)]
-    log = Log(known, suite, memory_kind=form.memory)
-    if not known:
+def log_of(steps: list[LoggedStep], suite: str, text: str) -> Log:
+    """A log of these steps, with the facts that its text tells."""
+    log = Log(steps, suite, memory_kind=SUITES[suite].memory)
+    if not steps:
         return log
-    if form.note:
-        log.remark(form.note)
-    for quantity, value in _quantities(text, form, of_run=True):
+    log.notes += filter(None, [SUITES[suite].note])
+    for quantity, value in _quantities(text, SUITES[suite].facts):
         if quantity == "memory_gib":
-            log.steps[-1].memory_gib = log.steps[-1].memory_gib or value
+            steps[-1].memory_gib = steps[-1].memory_gib or value
         else:
             setattr(log, quantity, value if isinstance(value, str) else int(value))
     if suite == "torchtitan":
         log.n_gpus = _mesh(text)
     if log.n_gpus is None:
-        totals = [(s, s.tokens_per_sec) for s in log.steps]
-        totals += [(s, (s.samples_per_sec or 0) * (s.seq_len or 0)) for s in log.steps]
+        totals = [(s, s.tokens_per_sec) for s in steps]
+        totals += [(s, (s.samples_per_sec or 0) * (s.seq_len or 0)) for s in steps]
         each = "tokens_per_sec_per_gpu"
         ratio = next((t / getattr(s, each) for s, t in totals if t and getattr(s, each)), 0.0)
         log.n_gpus = round(ratio) if 0.5 < ratio < 1e6 else None
@@ -189,11 +202,11 @@ def log_of(steps: Iterable[LoggedStep], suite: str, text: str = "") -> Log:
     return log
 
 
-def _quantities(text: str, form: Suite, of_run: bool) -> Iterator[tuple[str, Any]]:
+def _quantities(text: str, rows: list[Quantity]) -> Iterator[tuple[str, Any]]:
     """Quantities in a text, each by its first row that matches, in the units of `LoggedStep`."""
     done = set()
-    for over_run, name, unit, pattern in form.rows:
-        if over_run != of_run or name in done or not (match := pattern.search(text)):
+    for name, unit, pattern in rows:
+        if name in done or not (match := pattern.search(text)):
             continue
         value: Any = next(filter(None, match.groups()))
         if name not in ("hardware", "model"):
@@ -218,88 +231,76 @@ def _mesh(text: str) -> int | None:
     return None
 
 
-def fill_between_lines(steps: Sequence[LoggedStep]) -> None:
-    """Give steps the time and rates of what lies between their line and the one before, in place.
-
-    That needs counters in both. The line before may be one of evaluation.
-    """
-    before = LoggedStep(0)
-    for step in steps:
-        step.elapsed_s = step.elapsed_s or step.step * (step.mean_time_s or 0.0) or None
-        n = step.step - before.step
-        if n < 0:  # a late line of another rank
-            continue
-        if n and step.elapsed_s and before.elapsed_s:
-            step.time_s = max((step.elapsed_s - before.elapsed_s) / n, 0.0) or None
-        seconds = (step.clock_s or 0.0) - (before.clock_s or math.inf)
-        last, now = (each.tokens_seen or 0.0 for each in (before, step))
-        if n and seconds > 0 and now > last > 0:
-            step.tokens_per_sec = (now - last) / seconds
-        before = step
-
-
-def steps_of_entries(
-    entries: Iterable[Mapping[str, Any]], keys: Sequence[str], first: int = 1
-) -> list[LoggedStep]:
-    """A step of each entry by the `keys` of a suite; `first` is the number of one that has none.
-
-    Of several keys of a quantity the first counts. Entries of validation have none of them.
-    """
-    steps = []
-    for i, entry in enumerate(entries, first):
-        number = as_number(entry.get("step"))
-        step = LoggedStep(i if number is None else int(number), end=entry.get("end", 0))
-        for row in keys:
-            quantity, _, key = row.partition("=")
-            name, _, unit = quantity.partition(" ")
-            value = as_number(entry.get(key))
-            good = isinstance(value, float | int) and (name == "loss" or value > 0)
-            if good and getattr(step, name) is None:
-                setattr(step, name, value * UNITS[unit])
-        steps.append(step)
-    return steps
+def logged_step(entry: Mapping[str, Any], number: int, suite: str) -> LoggedStep:
+    """A step of an entry's keys; without figures if it has none of them, as one of validation."""
+    step = LoggedStep(number)
+    for row in SUITES[suite].keys:
+        quantity, _, key = row.partition("=")
+        name, _, unit = quantity.partition(" ")
+        value = entry.get(key)
+        good = isinstance(value, float | int) and (name == "loss" or value > 0)
+        if good and getattr(step, name) is None:
+            setattr(step, name, value * UNITS[unit])
+    return step
 
 
 def printed_log(text: str) -> Log:
     """The log of the dictionaries that the Trainer prints, {'loss': ...} and {'train_runtime': ...}."""
-    entries = []
+    entries, ends = [], []
     for match in PRINTED.finditer(text):
         with contextlib.suppress(ValueError, SyntaxError):
-            entry = ast.literal_eval(re.sub(r": (nan|-?inf)\b", r": '\1'", match[0]))
-            entries.append(entry | {"end": match.end()})
-    return hugging_face(entries, text)
+            entries.append(ast.literal_eval(re.sub(r": (nan|-?inf)\b", r": '\1'", match[0])))
+            ends.append(match.end())
+    return hugging_face(entries, text, ends)
 
 
-def hugging_face(entries: Sequence[Mapping[str, Any]], text: str = "") -> Log:
+def hugging_face(
+    entries: Sequence[Mapping[str, Any]], text: str = "", ends: Sequence[int] = ()
+) -> Log:
     """The Trainer's log entries; rates are those of tokens seen, or samples/s of the whole run.
 
-    If they were printed in a text, `end` of an entry is where it ends there.
+    If they were printed in a text, `ends` has where each of them ends in it.
     Its final `train_tokens_per_second` is of one rank in some releases, so nothing is read from it.
     """
     entries = [{k: as_number(v) for k, v in entry.items()} for entry in entries]
     axolotl = "axolotl" in text or any(k.startswith("memory/max") for e in entries for k in e)
-    final = {"train_loss", "train_samples_per_second"}
-    whole = next((e for e in reversed(entries) if final & e.keys()), {})
-    losses = [e for e in entries if e.get("loss") is not None and not final & e.keys()]
-    steps = steps_of_entries(losses, SUITES[TRAINER].keys)
-    fill_between_lines(steps)
-    log = log_of(steps, "axolotl" if axolotl else TRAINER, text)
-    if whole and not losses:
-        log.steps = [LoggedStep(int(whole.get("step") or 0))]
+    steps: list[LoggedStep] = []
+    counters: tuple[float, float] = 0.0, 0.0  # tokens seen, and seconds
+    whole: dict[str, Any] = {}
+    for entry, end in zip(entries, ends or [0] * len(entries), strict=True):
+        if "train_loss" in entry or "train_samples_per_second" in entry:
+            whole = entry
+            continue
+        if entry.get("loss") is None:
+            continue
+        number = int(entry.get("step") or len(steps) + 1)
+        step = logged_step(entry, number, TRAINER)
+        step.end = end
+        tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
+        if tokens and seconds:
+            if 0 < counters[0] < tokens and counters[1] < seconds:
+                step.tokens_per_sec = (tokens - counters[0]) / (seconds - counters[1])
+            counters = tokens, seconds
+        steps.append(step)
+    if whole and not steps:
+        steps = [LoggedStep(int(whole.get("step") or 0))]
+    log = log_of(steps, TRAINER, text)
+    if axolotl:
+        log.suite, log.memory_kind = "axolotl", "allocated"
+        if any(s.tokens_per_sec_per_gpu for s in steps):
+            log.notes.append("axolotl counts trainable tokens, without prompts and padding")
     trained = max((entry.get("tokens/trainable") or 0.0 for entry in entries), default=0.0)
     seconds = whole.get("train_runtime")
     log.counted_tokens_per_sec = trained / seconds if trained and seconds else None
-    for entry in (whole, *reversed(losses)):
-        tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
-        if tokens and seconds:
-            log.tokens_per_sec = tokens / seconds
-            break
-    if log.tokens_per_sec:
-        if not any(s.tokens_per_sec for s in log.steps):
-            log.remark("tokens/s of the whole run, with its start, evaluations and saves")
+    tokens, seconds = whole.get("num_input_tokens_seen"), whole.get("train_runtime")
+    tokens, seconds = (tokens, seconds) if tokens and seconds else counters
+    if tokens:
+        log.tokens_per_sec = tokens / seconds
+        if not any(s.tokens_per_sec for s in steps):
+            log.notes.append("tokens/s of the whole run, with its start, evaluations and saves")
     elif whole.get("train_samples_per_second"):
         log.samples_per_sec = whole["train_samples_per_second"]
-        log.remark("samples/s of the whole run, taken as full: an upper bound of tokens/s")
+        log.notes.append("samples/s of the whole run, taken as full: an upper bound of tokens/s")
     return log
 
 

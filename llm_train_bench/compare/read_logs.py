@@ -5,7 +5,10 @@ any such line is refused. If a log holds several runs, the last one is taken.
 """
 
 import contextlib
+import csv
 import dataclasses
+import io
+import itertools
 import math
 import re
 import statistics
@@ -20,18 +23,27 @@ from llm_train_bench.compare.log_formats import (
     Log,
     LoggedStep,
     as_number,
-    fill_between_lines,
     hugging_face,
     log_of,
+    logged_step,
     parse,
-    steps_of_entries,
+    suites_of,
 )
 from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady
 from llm_train_bench.model.json_files import plain_text
+from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import json_lines
 
-USERS = "--log-pattern"
-GROUPS = ["step", *(row.partition("=")[2] for row in SUITES[USERS].keys)]
+# Groups of --log-pattern: the quantity of a step that each is, and its unit.
+GROUPS = {f.name: (f.name, 1.0) for f in dataclasses.fields(LoggedStep) if f.compare}
+GROUPS |= {"time_ms": ("time_s", 1e-3), "mfu_percent": ("mfu", 0.01)}
+# The column by which a file of JSON lines is known.
+SIGN_KEYS = {
+    "NeMo Automodel": "tps",
+    "torchtune": "tokens_per_second_per_gpu",
+    "litgpt": "iter_time",
+    "LLaMA-Factory": "current_steps",
+}
 
 
 def read_log(path: Path, facts: LogFacts) -> list[Record]:
@@ -40,8 +52,10 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
     log = parse_by(facts.pattern, text) if facts.pattern else None
     log = log or parse_log(text)
     if log is None:
-        why = "the --log-pattern matches no line" if facts.pattern else "--log-pattern reads any"
-        raise UsageError(f"{path}: not a log of a known suite; {why}")
+        pattern = (
+            "the --log-pattern matches no line" if facts.pattern else "--log-pattern reads any"
+        )
+        raise UsageError(f"{path}: not a log of a known suite; {pattern}")
     return [record_of(log, path, facts)]
 
 
@@ -82,77 +96,113 @@ def user_pattern(text: str) -> re.Pattern:
 
 def parse_by(pattern: re.Pattern, text: str) -> Log | None:
     """The log whose lines match a user's pattern; None where none does."""
-    matches = filter(None, map(pattern.search, text.splitlines()))
-    entries = (match.groupdict() for match in matches)
-    steps = steps_of_entries(entries, SUITES[USERS].keys, first=0)
-    return Log(steps, USERS) if steps else None
+    steps = []
+    for match in filter(None, map(pattern.search, text.splitlines())):
+        values = {name: as_number(value) for name, value in match.groupdict("").items()}
+        step = LoggedStep(int(values.get("step") or len(steps)))
+        for name, value in values.items():
+            field, factor = GROUPS[name]
+            if field != "step" and isinstance(value, float) and (field == "loss" or value > 0):
+                setattr(step, field, value * factor)
+        steps.append(step)
+    return Log(steps, "--log-pattern") if steps else None
 
 
 def parse_log(text: str) -> Log | None:
     """A log as one of the first suite that explains half of all steps found; None without any."""
     text = re.sub(r"\x1b?\[[\d;]*m", "", text).replace("\r", "\n")  # colours, progress bars
-    logs = {suite: parse(text, suite) for suite in SUITES}
-    most = max(len(log.steps) for log in logs.values())
-    if not most:
+    found = suites_of(text)
+    if not found:
         return None
-    suite = next(suite for suite, log in logs.items() if 2 * len(log.steps) >= most)
-    log = logs[suite]
+    suite = next(suite for suite, n in found.items() if 2 * n >= max(found.values()))
+    log = parse(text, suite)
+    if not log.steps:
+        return None
     if begin := last_start(log.steps):
         rest = parse(text[log.steps[begin - 1].end :], suite)
         facts = {k: v for k, v in vars(rest).items() if v is not None}
         facts |= {"steps": log.steps[begin:], "earlier_steps": begin}
         log = dataclasses.replace(log, **facts)
-    fill_between_lines(log.steps)
-    log.steps = each_once(log.steps)
-    return log
-
-
-def each_once(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
-    """Steps in order; several ranks may print the same one, and one may take several lines."""
+    # Several ranks may print the same step, and one step may take several lines.
     by_step: dict[int, LoggedStep] = {}
-    for step in steps:
+    for step in log.steps:
         figures = {k: v for k, v in vars(step).items() if v is not None}
         by_step[step.step] = dataclasses.replace(by_step.get(step.step, step), **figures)
-    return [by_step[number] for number in sorted(by_step)]
+    log.steps = [by_step[number] for number in sorted(by_step)]
+    # A time or a mean since the first step: the time of what lies between two lines.
+    for before, step in itertools.pairwise(log.steps):
+        ends = [s.elapsed_s or s.step * (s.mean_time_s or 0.0) for s in (before, step)]
+        if all(ends):
+            step.time_s = max((ends[1] - ends[0]) / (step.step - before.step), 0.0) or None
+    return log
 
 
 def read_lines(path: Path, facts: LogFacts) -> list[Record]:
     """A log of one JSON object a line."""
-    entries = [{"step": e.get("current_steps"), "clock": _clock(e)} | e for e in json_lines(path)]
+    entries = [{"step": e.get("current_steps")} | e for e in json_lines(path)]
     entries = [e for e in entries if isinstance(e["step"], int)]
-    signs = {suite: form.sign_key for suite, form in SUITES.items() if form.sign_key}
-    suite = next((s for s, key in signs.items() if any(key in e for e in entries)), None)
+    suite = next((s for s, key in SIGN_KEYS.items() if any(key in e for e in entries)), None)
     if suite is None:
-        raise UsageError(f"{path}: no lines of {', '.join(signs)} in it; --log-pattern reads any")
+        *names, last = SIGN_KEYS
+        suites = f"{', '.join(names)} or {last}"
+        raise UsageError(f"{path}: no lines of {suites} in it; --log-pattern reads any")
     return [_of_entries(entries, suite, path, facts)]
 
 
-def _clock(entry: dict[str, Any]) -> float | None:
-    """Seconds since LLaMA-Factory's start; tokens and their mean rate tell more than whole seconds."""
-    tokens, rate = as_number(entry.get("total_tokens")), as_number(entry.get("throughput"))
-    if tokens and rate:
-        return tokens / rate
-    clock = re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d+):(\d+)", str(entry.get("elapsed_time")))
-    if not clock:
-        return None
-    days, hours, minutes, seconds = (int(n or 0) for n in clock.groups())
-    return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
+def read_metrics_csv(path: Path, facts: LogFacts) -> list[Record]:
+    """A metrics.csv of PyTorch Lightning's CSVLogger, or litgpt's."""
+    lines = io.StringIO(plain_text(path, 1024, errors="replace"), newline="")
+    rows = [{k: as_number(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
+    suite = "litgpt" if rows and any("iter_time" in row for row in rows) else "Lightning"
+    rows = [row for row in rows if isinstance(row.get("step"), float)]
+    return [_of_entries(rows, suite, path, facts)]
 
 
 def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: LogFacts) -> Record:
-    """The last run of entries by key."""
-    steps = steps_of_entries(entries, SUITES[suite].keys)
-    begin = last_start(steps)
-    steps = steps[begin:]
-    fill_between_lines(steps)
-    if suite == "LLaMA-Factory":  # without lines of evaluations
-        steps = [step for step in steps if step.loss is not None]
-    log = log_of(each_once(steps), suite)
-    if not log.steps:
+    """Steps of entries by key; entries of validation have none of the keys."""
+    steps, tokens = [], []
+    if suite == "LLaMA-Factory":
+        steps, entries = _between_lines(entries), []
+    for entry in entries:
+        step = logged_step(entry, int(entry["step"]), suite)
+        if step != LoggedStep(step.step):
+            steps.append(step)
+            tokens.append((entry.get("tokens"), entry.get("time")))
+    if not steps:
         keys = ", ".join(row.partition("=")[2] for row in SUITES[suite].keys)
         raise UsageError(f"{path}: no steps of {suite} in it: {keys}")
-    log.earlier_steps = begin
+    if suite == "litgpt":  # printed rates are too high by the micro batch, counters are right
+        for step, before, now in zip(steps[1:], tokens, tokens[1:], strict=False):
+            if all((*before, *now)) and now[1] > before[1]:
+                step.tokens_per_sec_per_gpu = (now[0] - before[0]) / (now[1] - before[1]) or None
+    log = log_of(steps, suite, "")
+    if suite == "Lightning" and not any(s.samples_per_sec for s in steps):
+        log.notes.append("a metrics.csv tells no times")
     return record_of(log, path, facts)
+
+
+def _between_lines(entries: list[dict[str, Any]]) -> list[LoggedStep]:
+    """LLaMA-Factory's steps, with time and tokens since the line before, which may be an evaluation's."""
+    steps: dict[int, LoggedStep] = {}
+    before = 0, 0.0, 0.0
+    for entry in entries:
+        number, tokens = entry["step"], as_number(entry.get("total_tokens")) or 0.0
+        clock = re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d+):(\d+)", str(entry.get("elapsed_time")))
+        days, *hours = (int(n or 0) for n in clock.groups()) if clock else (0, 0, 0, 0)
+        seconds = 86400 * days + 3600 * hours[0] + 60 * hours[1] + hours[2]
+        # Both since the start; the clock shows whole seconds.
+        rate = as_number(entry.get("throughput")) or 0.0
+        now = number, tokens / rate if rate else seconds, tokens
+        if now[1] < before[1]:  # another run
+            steps.clear()
+            before = now
+        if entry.get("loss") is not None and number not in steps:  # or another rank's line
+            step = steps[number] = logged_step(entry, number, "LLaMA-Factory")
+            if before[0] < number and before[1] < now[1]:
+                step.time_s = (now[1] - before[1]) / (number - before[0])
+                step.tokens_per_sec = (tokens - before[2]) / (now[1] - before[1]) or None
+        before = now
+    return [*steps.values()]
 
 
 def read_trainer_state(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
@@ -200,86 +250,96 @@ def last_start(steps: list[LoggedStep]) -> int:
 
 def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     """A log as a record: rates over its steady steps, all figures of the same steps."""
-    log.seq_len = log.seq_len or log.steps[-1].seq_len
-    log.global_batch = log.steps[-1].global_batch or log.global_batch
-    for name in FACTS:
-        setattr(log, name, facts.of(path, name, getattr(log, name)))
+    steps = log.steps
+    n = facts.of(path, "n_gpus", log.n_gpus)
+    hardware = facts.of(path, "hardware", log.hardware)
     with contextlib.suppress(UsageError):  # another machine
-        log.hardware = log.hardware and find_hardware(log.hardware).name
+        hardware = hardware and find_hardware(hardware).name
+    length = facts.of(path, "seq_len", log.seq_len or steps[-1].seq_len)
+    batch = facts.of(path, "global_batch", steps[-1].global_batch or log.global_batch)
+    parameters = facts.of(path, "parameters", log.parameters)
+    notes, doubts = list(log.notes), []
+    if earlier := log.earlier_steps:
+        notes.append(f"several runs in this log: {earlier} lines of earlier ones left out")
     # Compilation and caches spoil the first logged step; the second is left out too if many follow.
-    body = log.steps[2:] if len(log.steps) > 5 else log.steps[1:] or log.steps
+    body = steps[2:] if len(steps) > 5 else steps[1:] or steps
     timed = [s for s in body if s.time_s]
     times = steady([s.time_s for s in timed if s.time_s])
     late = {id(s) for s in timed[: len(timed) - len(times)]}
     body = [s for s in body if id(s) not in late]  # the same lines for every figure
-    both = {field.name for field in dataclasses.fields(Record)} & vars(log).keys() - {"steps"}
-    record = Record(
-        path=str(path),
-        label=path.stem,
-        **{name: getattr(log, name) for name in both},
-        model_told=log.model is not None,
-        provenance={"suite": log.suite},
-        step_times_s=times,
-        flop_convention=log.suite,
-        memory_gib=max((s.memory_gib for s in log.steps if s.memory_gib), default=None),
-        losses=[(s.step, s.loss) for s in log.steps if s.loss is not None],
-    )
-    record.model = record.model or record.label
-    sizes = {"seq_len": log.seq_len, "global_batch": log.global_batch}
-    record.hyperparameters = {name: size for name, size in sizes.items() if size}
-    if earlier := log.earlier_steps:
-        record.remark(f"several runs in this log: {earlier} lines of earlier ones left out")
-    _fill_rates(record, log, body)
-    return record
-
-
-def _fill_rates(r: Record, log: Log, body: list[LoggedStep]) -> None:
-    """Give a record its tokens/s, TFLOP/s and MFU by the steady steps of its log, and remarks on them."""
     # Rates of equal work: their harmonic mean is that of the whole.
     means = {}
     for name in ("tokens_per_sec_per_gpu", "tokens_per_sec", "samples_per_sec", "tflops", "mfu"):
         values = [x for s in body if (x := getattr(s, name))]
         means[name] = statistics.harmonic_mean(values) if values else None
-    length, batch, seconds = r.seq_len, r.global_batch, sum(r.step_times_s)
-    total, per_gpu = means["tokens_per_sec"], means["tokens_per_sec_per_gpu"]
-    samples, counted = means["samples_per_sec"] or log.samples_per_sec, log.counted_tokens_per_sec
-    if seconds and batch and length:
+    per_gpu = means["tokens_per_sec_per_gpu"]
+    total = means["tokens_per_sec"]
+    samples = means["samples_per_sec"] or log.samples_per_sec
+    counted = log.counted_tokens_per_sec
+    if times and batch and length:
         # Each step with its own batch and length: they may still be growing.
-        tokens = [(s.global_batch or batch) * (s.seq_len or length) for s in body if s.time_s]
-        counted = sum(tokens) / seconds
-    if seconds and log.tokens_per_step:
-        total = log.tokens_per_step * len(r.step_times_s) / seconds
+        sizes = [(s.global_batch or batch) * (s.seq_len or length) for s in body if s.time_s]
+        counted = sum(sizes[-len(times) :]) / sum(times)
+    if times and log.tokens_per_step:
+        total = log.tokens_per_step * len(times) / sum(times)
     elif per_gpu is None and total is None:
-        if seconds and log.micro_batch and length and log.suite == "litgpt":
-            per_gpu = log.micro_batch * length * len(r.step_times_s) / seconds
-        else:
-            total = counted or log.tokens_per_sec or (samples or 0.0) * (length or 0.0) or None
-    if r.n_gpus and per_gpu is None:
-        per_gpu = total and total / r.n_gpus
-    elif r.n_gpus and total is None:
-        total = per_gpu and per_gpu * r.n_gpus
+        if times and log.micro_batch and length and log.suite == "litgpt":
+            per_gpu = log.micro_batch * length * len(times) / sum(times)
+        elif counted:
+            total = counted
+        elif log.tokens_per_sec:
+            total = log.tokens_per_sec
+        elif samples and length:
+            total = samples * length
+    if per_gpu is None and total and n:
+        per_gpu = total / n
+    elif total is None and per_gpu and n:
+        total = per_gpu * n
     # Counters of a whole run have its start in them.
     most = 0.25 if counted == log.counted_tokens_per_sec else 0.1
-    # LLaMA-Factory's samples are padded to the longest of their batch.
-    printed = None if log.suite == "LLaMA-Factory" else total or per_gpu
-    if counted and printed and abs(counted / printed - 1) > most:
+    if log.suite == "LLaMA-Factory":
+        counted = None  # samples are padded to the longest of their batch
+    if counted and (printed := total or per_gpu) and abs(counted / printed - 1) > most:
         what = "" if total else " per GPU, whose number --log gpus=N supplies"
+        own = f"its counters and times give {counted:,.0f} in all"
         gpus = max(1, round(counted / printed))
         fits = total is None and abs(counted / printed / gpus - 1) < most
-        text = f"the log prints {printed:,.0f} tokens/s{what}"
-        text += f"; its counters and times give {counted:,.0f} in all"
-        r.remark(text, "information" if fits else "disturbed")
+        (notes if fits else doubts).append(f"the log prints {printed:,.0f} tokens/s{what}; {own}")
     if total is None and per_gpu is None:
         supply = {"seq-len": length, "global-batch": batch or samples}
         missing = [flag for flag, value in supply.items() if not value]
-        lacks = " and ".join(missing if seconds or samples else ["any time"])
-        r.remark(f"no tokens/s: the log lacks {lacks}; --log KEY=VALUE supplies them")
+        lacks = " and ".join(missing if times or samples else ["any time"])
+        notes.append(f"no tokens/s: the log lacks {lacks}; --log KEY=VALUE supplies them")
     elif per_gpu is None:
-        r.remark("no tokens/s per GPU: the log lacks their number; --log gpus=N supplies it")
-    r.tokens_per_sec, r.tokens_per_sec_per_gpu = total, per_gpu
-    r.model_tflops_per_gpu, r.mfu = means["tflops"], means["mfu"]
-    if log.parameters and per_gpu and not r.model_tflops_per_gpu and not r.mfu:
-        attention, device = log.attention_flops * (length or 0), device_called(r.hardware)
-        r.model_tflops_per_gpu = (6 * log.parameters + attention) * per_gpu / 1e12
-        r.flop_convention = "palm" if attention else "6 N"
-        r.mfu = r.model_tflops_per_gpu / device.bf16_tflops if device else None
+        notes.append("no tokens/s per GPU: the log lacks their number; --log gpus=N supplies it")
+    losses = [(s.step, s.loss) for s in steps if s.loss is not None]
+    device, convention = device_called(hardware), log.suite
+    if parameters and per_gpu and not means["tflops"] and not means["mfu"]:
+        attention = log.attention_flops * (length or 0)
+        means["tflops"] = (6 * parameters + attention) * per_gpu / 1e12
+        convention = "palm" if attention else "6 N"
+        means["mfu"] = means["tflops"] / device.bf16_tflops if device else None
+    return Record(
+        path=str(path),
+        suite=log.suite,
+        label=path.stem,
+        hardware=hardware,
+        n_gpus=n,
+        model=(model := facts.of(path, "model", log.model)) or path.stem,
+        model_told=model is not None,
+        provenance={"suite": log.suite},
+        seq_len=length,
+        global_batch=batch,
+        tokens_per_sec=total,
+        tokens_per_sec_per_gpu=per_gpu,
+        step_times_s=times,
+        mfu=means["mfu"],
+        model_tflops_per_gpu=means["tflops"],
+        flop_convention=convention,
+        memory_gib=max((s.memory_gib for s in steps if s.memory_gib), default=None),
+        memory_kind=log.memory_kind,
+        losses=losses,
+        hyperparameters={k: v for k, v in (("seq_len", length), ("global_batch", batch)) if v},
+        remarks=[Remark(kind="information", text=note) for note in notes]
+        + [Remark(kind="disturbed", text=doubt) for doubt in doubts],
+    )

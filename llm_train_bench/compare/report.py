@@ -232,12 +232,19 @@ def write(rows: list[Compared], directory: Path, remarks: list[str], page: str) 
 
 
 def unknown_models(rows: list[Compared]) -> list[str]:
-    """A line on the logs that are compared with nothing because they lack their model."""
-    logs = [shown_path(row.record.path) for row in rows if not row.record.model_told]
-    if not logs or len({row.group for row in rows}) == 1:
+    """A line on the logs that are compared with nothing because they lack their model or length."""
+    if len({row.group for row in rows}) == 1:
         return []
-    lacks = f"not compared with others, their logs lack the model: {', '.join(logs)}"
-    return [f"{lacks}; use --log LOG:model=NAME"]
+    told = {r.model for row in rows if (r := row.record).seq_len}
+    lacks = {
+        "the model: {}; use --log LOG:model=NAME": lambda r: not r.model_told,
+        "the length: {}; use --log LOG:seq-len=N": lambda r: not r.seq_len and r.model in told,
+    }
+    lines = []
+    for text, lacking in lacks.items():
+        if names := ", ".join(shown_path(row.record.path) for row in rows if lacking(row.record)):
+            lines.append(f"not compared with others, their logs lack {text.format(names)}")
+    return lines
 
 
 def headline(members: Sequence[Compared]) -> str:

@@ -111,17 +111,18 @@ class StepLog:
         phase: str,
         lr: float | None,
         tokens: int,
-        values: Tensor | None,
+        values: Tensor | float | None,
         norm: Tensor | None = None,
         last: str = "optimizer",
     ) -> None:
         """End the step: send its values to the CPU without waiting, and hand on what has passed.
 
-        `values` are the loss and, if the run saves, the stop request; None where the loss is unknown.
+        `values` are the loss and, if the run saves, the stop request; a loss that the host knows may be a
+        number. None where they are unknown.
         `norm` is the gradient's. `last` is the part that ends here; REST says that the step's parts are
         unknown, except those that were marked.
         """
-        if values is not None:
+        if isinstance(values, Tensor):
             begin, end = 1, 1 + len(values)
             if norm is not None:
                 # If gradients are offloaded to the CPU, their norm is there too.
@@ -130,8 +131,10 @@ class StepLog:
         self.mark(last)
         known: dict[str, Any] = {"step": step, "phase": phase, "lr": lr, "tokens": tokens}
         known["at"] = round(wall_clock(), 6)
-        figures = {"loss": values, "grad_norm": norm}
-        known |= {name: None for name, value in figures.items() if value is None}
+        if not isinstance(values, Tensor):
+            known["loss"] = values
+        if norm is None:
+            known["grad_norm"] = None
         if phase != "measure":
             before, self.compiled_s = self.compiled_s, self.compile_s()
             known["compile_s"] = self.compiled_s - before

@@ -5,6 +5,7 @@ import datetime
 import math
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +20,14 @@ from llm_train_bench.results.result_files import Step, commit_of, step_figures
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.trace.breakdown_table import breakdown_tables
 
+# Empties the line of a terminal, where the progress may stand.
+CLEAR = "\r\x1b[K"
+
+
+def _rewritten(descriptor: int) -> bool:
+    """Whether this is a terminal whose lines can be written anew."""
+    return os.isatty(descriptor) and os.environ.get("TERM") != "dumb"
+
 
 def say(text: str, stream: TextIO | None = None) -> bool:
     """Print a line, by default on standard error; whether it was written.
@@ -29,7 +38,7 @@ def say(text: str, stream: TextIO | None = None) -> bool:
     try:
         encoding = getattr(out, "encoding", None) or "utf-8"
         text = printable(text, kept="\n").encode(encoding, "backslashreplace").decode(encoding)
-        print(text, file=out, flush=True)
+        print(CLEAR * (stream is None and _rewritten(2)) + text, file=out, flush=True)
     except (OSError, ValueError, AttributeError):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes at its end
@@ -60,7 +69,7 @@ class ProgressDisplay:
         Without `rewrite` a terminal has lines too: another program may draw there.
         """
         self.n_steps, self.flops_per_token, self.peak_tflops = n_steps, flops_per_token, peak_tflops
-        self.rewrites = rewrite and os.isatty(2)
+        self.rewrites = rewrite and _rewritten(2)
         self.line_at = -math.inf
 
     def __call__(self, steps: list[Step]) -> None:
@@ -73,7 +82,7 @@ class ProgressDisplay:
             figures = f"loss {step.loss:.4f}  {figures}"
         if (mfu := known["speed/mfu"]) is not None:
             figures += f"  {known['speed/model_tflops_per_gpu']:,.4g} TFLOP/s  MFU {mfu:.1%}"
-        seconds = round((self.n_steps - done) * step.step_time_s)
+        seconds = round((self.n_steps - done) * statistics.fmean(s.step_time_s for s in steps))
         steady = 2 < step.step < self.n_steps - 1  # the first steps compile
         left = f"  {datetime.timedelta(seconds=seconds)} left" if steady else ""
         line = f"step {done}/{self.n_steps}  {PHASES[step.phase]}  {figures}{left}"
@@ -90,7 +99,7 @@ class ProgressDisplay:
 
     def _rewrite(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            print(f"{CLEAR}{line}", end="", file=sys.stderr, flush=True)
 
 
 def print_header(result: Result, work: Work) -> None:

@@ -84,7 +84,7 @@ class TensorBoardFile:
 
 def _settings(result: Result) -> dict[str, Any]:
     """What distinguishes a run from others: headline flags, and those that are not at a default."""
-    told = {k: v for k, v in result.args.items() if k not in METER_LENGTH}
+    told = {k: v for k, v in result.args.items() if result.ours or k not in METER_LENGTH}
     if result.ours:
         flags, usual = declared(Args), defaults(Args)
         known = {name: told.get(name, usual[name]) for name in flags.keys() - {"config"}}

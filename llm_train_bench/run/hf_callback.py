@@ -42,17 +42,16 @@ class HFMeterCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
         self._stop(RuntimeError("another training began"))
         model: nn.Module = kwargs["model"]
-        layout = getattr(args, "parallelism_config", None)
-        shared = any(getattr(layout, name, 1) > 1 for name in ("tp_size", "cp_size", "sp_size"))
+        sizes = getattr(args, "parallelism_config", None)
+        shared = any(getattr(sizes, name, 1) > 1 for name in ("tp_size", "cp_size", "sp_size"))
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         if args.n_gpu > 1 or len(devices) > 1 or shared:  # tokens per device would be wrong
             say("HFMeterCallback: nothing is measured: ranks must have devices of their own")
             return
-        sizes = [getattr(p, "ds_numel", p.numel()) * p.requires_grad for p in model.parameters()]
-        unknown = _why_flops_are_unknown(model, sum(sizes))
+        number = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        unknown = _why_flops_are_unknown(model, number)
         # Models of one class are not one model.
-        name = f"{type(model).__name__}-{sum(sizes)}"
-        of = {"name": name} if unknown else {"config": model.config}
+        of = {"name": f"{type(model).__name__}-{number}"} if unknown else {"config": model.config}
         facts: dict[str, Any] = {"settings": _settings(args, model), "device": args.device} | of
         self._meter = Meter(**facts | self._options).start()
         if unknown and "flops_per_token" not in self._options:
@@ -121,14 +120,16 @@ class HFMeterCallback(TrainerCallback):
             self._hook.remove()
 
 
-def _why_flops_are_unknown(model: Any, trained: int) -> str | None:
+def _why_flops_are_unknown(model: Any, number: int) -> str | None:
     """Why the FLOPs of `model.config` are not those of this training; None if they are."""
     try:
         expected = count_parameters(load_config(model.config))
     except (AttributeError, ValueError) as error:
         return str(error)
-    differ = f"{trained:,} parameters are trained, and the config has {expected:,}"
-    return differ if trained != expected else None
+    if not all(p.requires_grad for p in model.parameters()):
+        return "some parameters are frozen"
+    differ = f"the model has {number:,} parameters, and its config says {expected:,}"
+    return differ if number != expected else None
 
 
 def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:

@@ -40,7 +40,6 @@ from llm_train_bench.trace.read_trace import Trace
 OWN_ARGS = {*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script"}
 NEW, BETWEEN, IN_STEP, ENDED = "not started", "between two steps", "inside a step", "at its end"
 SEED = re.compile(r"--seed(=.*)?")
-DIRECTORY = r"^[^./\\][^/\\]*$"
 Count = Annotated[int, Field(ge=1, le=10**15)]
 Setting = bool | int | FiniteFloat | str | None
 
@@ -129,7 +128,7 @@ class Meter:
         n_steps: Annotated[int, Field(ge=1, le=10**7)] = 50,
         name: str | None = None,
         device: Any = None,
-        run_name: Annotated[str, Field(pattern=DIRECTORY)] | None = None,
+        run_name: str | None = None,
         **output: Any,
     ):
         """What is measured; docs/PYTHON.md has more. ValueError or TypeError for what cannot be used.
@@ -145,6 +144,9 @@ class Meter:
         """
         if own := OWN_ARGS & set(settings or ()):
             raise ValueError(f"Meter: settings: {min(own)!r} is set by another argument")
+        plain = run_name or "x"
+        if Path(plain).name != plain or plain == ".." or "\\" in plain:
+            raise ValueError(f"Meter: run_name={run_name!r}: must be the name of one directory")
         output["output_dir"] = os.fspath(output.get("output_dir", "runs"))
         if unknown := output.keys() - {field.name for field in fields(OutputFlags)}:
             raise TypeError(f"Meter: {min(unknown)!r} is not an argument of a Meter")
@@ -290,8 +292,10 @@ class Meter:
             return
         losses = [step.loss for step in self._told if step.loss is not None]
         loss: Any = sum(losses[1:], losses[0]) / len(losses) if losses else None
-        if loss is not None:  # read once the device has passed the step
-            loss = torch.as_tensor(loss).detach().reshape(1)
+        if isinstance(loss, torch.Tensor) and loss.is_cuda:  # read once the GPU has passed the step
+            loss = loss.detach().reshape(1)
+        elif loss is not None:
+            loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         tokens = [step.tokens for step in self._told if step.tokens is not None]
         total = sum(tokens) if tokens else record.result.batch.tokens_per_step
         if not total:

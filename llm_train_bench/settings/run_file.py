@@ -40,6 +40,10 @@ class Texts(yaml.BaseLoader):
             raise yaml.MarkedYAMLError(None, None, "aliases (*name) are not read", mark)
         return super().compose_node(parent, index)
 
+    def construct_scalar(self, node) -> Any:
+        absent = node.style is None and node.value.lower() in ("", "~", "null")
+        return None if absent else super().construct_scalar(node)
+
     def construct_mapping(self, node, deep=False):
         names = [str(key.value).replace("-", "_") for key, _ in node.value]
         for (key, _), name in zip(node.value, names, strict=True):
@@ -101,7 +105,7 @@ def read_run_file(path: Path, script: Script | None, given: Mapping[str, Any]) -
     flags = read_flags(flags, declared(Args).keys())
     device = content.get("device")
     ranks = flags.get("nproc") or (device.get("count") if isinstance(device, dict) else None)
-    left = {*given, *(name for name, value in flags.items() if value is None)}
+    left = {*given, *(name for name, value in flags.items() if value is None or value is False)}
     if script is None:
         left.add("nproc")
     if "grad_acc_steps" in given:
@@ -121,7 +125,9 @@ def read_flags(flags: Mapping[str, Any], known: Set[str], where: str = "") -> di
     read = {}
     for name, value in flags.items():
         flag = declared(Args)[name]
-        absent = value in (None, "", "~", "null") or (value == "none" and flag.optional)
+        if value == "":
+            raise UsageError(f"{where}{name}: is empty; was a variable of the shell not set?")
+        absent = value is None or (value == "none" and flag.optional)
         read[name] = None if absent else read_value(flag, name, value, where)
     return read
 

@@ -158,12 +158,15 @@ class Rows:
         # Until this process ends.
         self.lock = hold_lock(path.with_name("sweep.lock"), "--output-dir")
         lines = plain_text(path, 1024, errors="replace").split("\n") if path.exists() else []
-        for line in lines:  # one may be cut off: its setting runs again
+        for number, line in enumerate(lines, 1):
             with contextlib.suppress(ValueError):
                 row = printable_data(parse_json(line))
                 json.dumps(row, allow_nan=False)
                 if _is_whole(row):
                     self.rows[row["key"]] = row
+                    continue
+            if number < len(lines):  # the last may be cut off: the sweep was killed
+                print(f"{path}:{number}: is damaged; its setting runs again")
         self._rewrite()
 
     def forget(self, *statuses: str) -> None:

@@ -34,10 +34,17 @@ Value = bool | int | float | str | None
 Flags = dict[str, Any]  # as they are checked already
 
 
+def _full_name(gpu: str) -> str:
+    try:
+        return find_hardware(gpu).name
+    except UsageError as error:
+        raise ValueError(error) from None
+
+
 class Machine(BaseModel, extra="forbid"):
     """The hardware of one platform, for the arithmetic of batches and for cost."""
 
-    gpu: Annotated[str, AfterValidator(lambda gpu: find_hardware(gpu).name)] | None = None
+    gpu: Annotated[str, AfterValidator(_full_name)] | None = None
     gpus: int = Field(default=1, ge=1)
     usd_per_hour: float | None = Field(default=None, gt=0)
     tdp_w: float | None = Field(default=None, gt=0)
@@ -173,5 +180,5 @@ def from_command_line(
     grid = {flag: values for flag, values in axes.items() if len(values) > 1}
     content = {"script": script, "models": list(models), "training": training, "grid": grid}
     # Each such command has one directory, and finds it again.
-    name = f"command-line-{zlib.crc32(json.dumps(content).encode()):08x}"
+    name = f"command-line-{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
     return _checked(content | {"experiment": name, "repeats": repeats}, "--set")
