@@ -238,7 +238,7 @@ def test_an_attention_kernel_that_cannot_is_refused_in_one_line(kernel, tmp_path
     flags = ["--attention", kernel, "--amp", "off", "--output-dir", tmp_path]
     assert run_train(*SMALL, *flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--attention {kernel}: that kernel cannot run 12 heads" in line
+    assert f"--attention {kernel}: that kernel cannot run" in line
 
 
 def test_tf32_is_a_flag_whose_state_is_in_the_result(tmp_path):

@@ -38,12 +38,10 @@ def select_attention(work: Work, device: torch.device) -> str | None:
     except RuntimeError:
         if kernel.causal not in KERNELS:
             return None
-        config, dtype = work.config, str(AMP_DTYPES[work.amp]).removeprefix("torch.")
-        n, groups = config.num_attention_heads, config.num_key_value_heads
-        extras = " with dropout" if config.attention_dropout else ""
+        dtype = str(AMP_DTYPES[work.amp]).removeprefix("torch.")
+        where = f"{work.config.path} in {dtype} on {device.type}"
         raise UsageError(
-            f"--attention {kernel.causal}: that kernel cannot run {n} heads over {groups} key/value "
-            f"heads of {config.head_dim} in {dtype} on {device.type}{extras}; use --attention auto"
+            f"--attention {kernel.causal}: that kernel cannot run {where}; use --attention auto"
         ) from None
 
 

@@ -55,13 +55,6 @@ def nccl_version() -> str | None:
     return None
 
 
-def gpu_of(device: torch.device) -> str | None:
-    """What tells a GPU from all others; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 def platform_of(device: torch.device) -> Platform:
     """`nvidia`, `amd` or `cpu`."""
     if device.type == "cpu":

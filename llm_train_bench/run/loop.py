@@ -39,6 +39,7 @@ NoSync = Callable[[], contextlib.AbstractContextManager]
 OBSERVE = "observe"
 # A step's forward and backward passes: from its number to its loss. They leave the gradients behind.
 Passes = Callable[[int], Tensor]
+Evaluate = Callable[[], float | None]
 
 
 def measure(
@@ -46,7 +47,7 @@ def measure(
     model: nn.Module,
     optimizer: Optimizer | None,
     step_fn: Callable[[int, str], None],
-    evaluate: Callable[[], float | None] = lambda: None,
+    evaluate: Evaluate = lambda: None,
     saver: "Saver | None" = None,
 ) -> None:
     """Run the warm-up steps and the measured ones; times, losses and energy go into `run`.
@@ -294,9 +295,7 @@ def build_step(
     return step_fn
 
 
-def build_evaluation(
-    run: Run, model: nn.Module, data: Validation | None
-) -> Callable[[], float | None]:
+def build_evaluation(run: Run, model: nn.Module, data: Validation | None) -> Evaluate:
     """A function that returns the mean validation loss without dropout, or None without data.
 
     Not for the measured window. Every rank computes all of it: sharded models need all ranks in each

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from llm_train_bench.apply.compile import compile_counts
-from llm_train_bench.measure.device import cpu_seconds, gpu_of, peak_memory, reset_peak_memory
+from llm_train_bench.measure.device import cpu_seconds, peak_memory, reset_peak_memory
 from llm_train_bench.measure.matmul_rate import device_tflops, heat
 from llm_train_bench.measure.memory import AllocatorRecord
 from llm_train_bench.measure.power import PowerMeter
@@ -27,7 +27,9 @@ class MeasuredWindow:
         self, device: torch.device, ranks: Ranks, cuda_graphs: bool, pickle: Path, history: bool
     ):
         self.device, self.ranks, self.cuda_graphs = device, ranks, cuda_graphs
-        processes = gather(ranks, (platform.node(), os.getpid(), gpu_of(device)))
+        cuda = device.type == "cuda"
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if cuda else None
+        processes = gather(ranks, (platform.node(), os.getpid(), uuid))
         family = {pid for host, pid, _ in processes if host == platform.node()}
         gpus = [(host, gpu) for host, _, gpu in processes if gpu]
         self.ranks_on_a_gpu = max(Counter(gpus).values(), default=1)

@@ -144,8 +144,7 @@ class Meter:
         """
         if own := OWN_ARGS & set(settings or ()):
             raise ValueError(f"Meter: settings: {min(own)!r} is set by another argument")
-        plain = run_name or "x"
-        if Path(plain).name != plain or plain == ".." or "\\" in plain:
+        if run_name and not re.fullmatch(r"[^/\\]*[^./\\][^/\\]*", run_name):
             raise ValueError(f"Meter: run_name={run_name!r}: must be the name of one directory")
         output["output_dir"] = os.fspath(output.get("output_dir", "runs"))
         if unknown := output.keys() - {field.name for field in fields(OutputFlags)}:

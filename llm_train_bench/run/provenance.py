@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +212,8 @@ LAUNCHED = {
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Plain JSON data on host, software and revision; what cannot be read is None."""
     libraries = *LIBRARIES, *(name for name in LOOPS if name in sys.modules)
+    # As docker/launch.sh, or a manifest, sets it.
+    image = {key: os.environ.get(f"BENCH_IMAGE_{key.upper()}") for key in ("name", "digest")}
     home = os.environ.get("HOME", "").rstrip("/")
     return {
         "hostname": platform.node(),
@@ -227,7 +229,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "nccl": nccl_version() if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
         "tf32": torch.get_float32_matmul_precision() != "highest",
-        "image": container_image(os.environ),
+        "image": image if any(image.values()) else None,
         "settings": {
             # A path of one machine says nothing.
             k: redact_text(v.replace(home, "~") if home else v)
@@ -236,12 +238,6 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         },
         **source_revision(),
     }
-
-
-def container_image(environ: Mapping[str, str]) -> dict[str, str | None] | None:
-    """Name and digest of the container image, as set by docker/launch.sh (or a manifest)."""
-    known = {key: environ.get(f"BENCH_IMAGE_{key.upper()}") for key in ("name", "digest")}
-    return known if any(known.values()) else None
 
 
 @functools.cache

@@ -205,18 +205,12 @@ def make_plan(
         lora=resolve_lora(args, work),
         fp8=resolve_fp8_layers(args, work, platform),
     )
-    notes = note_slow_format(args, amp, platform)
+    slow = platform == "cpu" and amp in machine.MULTIPLY and not machine.cpu_multiplies(amp)
+    use = "; use --amp auto" if args.amp == amp else ""
+    notes = (f"{amp}: {machine.SLOW_FORMAT}{use}",) if slow else ()
     args = dataclasses.replace(args, amp=amp)
     plan = Plan(script, args, platform, work, schedule, packing, notes)
     return plan if memory_gib is None else plan.within(memory_gib)
-
-
-def note_slow_format(args: Args, amp: str, platform: Platform) -> tuple[str, ...]:
-    """A note where a CPU has no instructions for the format."""
-    if platform != "cpu" or amp not in machine.MULTIPLY or machine.cpu_multiplies(amp):
-        return ()
-    use = "; use --amp auto" if args.amp == amp else ""
-    return (f"{amp}: {machine.SLOW_FORMAT}{use}",)
 
 
 def check_expert_rows(config: ModelConfig, amp: str) -> None:
