@@ -16,6 +16,7 @@ import prepare_data
 import sweep
 import trace_report
 from llm_train_bench import __version__
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.machine import version_text
 from llm_train_bench.base.number_text import parse_number
 from llm_train_bench.estimate.predict import EstimateArgs, EstimateFlags
@@ -198,3 +199,14 @@ def test_a_config_anywhere_replaces_that_of_a_file(tmp_path):
         result = {"schema_version": 3, "entrypoint": "train.py", "args": args | {"use_fp8": fp8}}
         path.write_text(json.dumps(result))
         assert parse_args(["--from", str(path)], "train.py").fp8_recipe == recipe
+
+
+def test_absent_is_not_empty_in_a_file(tmp_path):
+    """Null leaves a flag out, and so does false where the script has no such switch; 0 is a value."""
+    path = tmp_path / "run.yaml"
+    path.write_text("config: gpt2-tiny\nscript: null\nbsz:\nseq_len: Null\nzero1: false\nlr: 0\n")
+    args = parse_args([f"--from={path}"], "train.py")
+    assert (args.bsz, args.seq_len, args.lr) == (4, None, 0.0)
+    path.write_text('config: gpt2-tiny\ndata: ""\n')
+    with pytest.raises(UsageError, match="data: is empty"):
+        parse_args([f"--from={path}"], "train.py")

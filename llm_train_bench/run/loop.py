@@ -298,9 +298,8 @@ def build_step(
 def build_evaluation(run: Run, model: nn.Module, data: Validation | None) -> Evaluate:
     """A function that returns the mean validation loss without dropout, or None without data.
 
-    Not for the measured window. Every rank computes all of it: sharded models need all ranks in each
-    forward. Transformer Engine's modules run without FP8 here, since delayed scaling would remember
-    these activations.
+    Every rank computes all of it: sharded models need all ranks in each forward. Transformer Engine's
+    modules run without FP8 here, since delayed scaling would remember these activations.
     """
     work, device = run.plan.work, run.device
     sharded = sharded_modules(model)

@@ -28,8 +28,9 @@ class MeasuredWindow:
     ):
         self.device, self.ranks, self.cuda_graphs = device, ranks, cuda_graphs
         cuda = device.type == "cuda"
-        uuid = str(torch.cuda.get_device_properties(device).uuid) if cuda else None
-        processes = gather(ranks, (platform.node(), os.getpid(), uuid))
+        # PyTorch cannot tell everywhere.
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if cuda else None
+        processes = gather(ranks, (platform.node(), os.getpid(), uuid and str(uuid)))
         family = {pid for host, pid, _ in processes if host == platform.node()}
         gpus = [(host, gpu) for host, _, gpu in processes if gpu]
         self.ranks_on_a_gpu = max(Counter(gpus).values(), default=1)
