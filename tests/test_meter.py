@@ -365,7 +365,7 @@ def test_configs_of_transformers_are_read_as_their_files(family, tmp_path):
     assert read.result.model.n_matmul_parameters == ours.result.model.n_matmul_parameters
     shapes = [meter.result.model.shape | {"name": None} for meter in (read, ours)]
     assert shapes[0] == shapes[1]
-    flops = [meter._record.flops_of(16) for meter in (read, ours)]
+    flops = [meter._record.work.flops_per_token(16) for meter in (read, ours)]
     assert flops[0] == flops[1] and flops[1]
 
 

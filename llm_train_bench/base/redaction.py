@@ -1,5 +1,7 @@
 """What may not leave a machine: credentials, and the places of files. One filter for every text."""
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -96,6 +98,17 @@ def shown_text(text: str) -> str:
     if text.startswith(("/", "~", "../")):
         return shown_path(text)
     return re.sub(r"(?<![\w.~/-])/(?:[\w.+-]+/)+", "", text)
+
+
+def command_as_setting(arguments: list[str]) -> str:
+    """A command line as people see it, and a digest of all its words, which may hold secrets.
+
+    Both are without `--seed N`: repeats of a setting differ in it.
+    """
+    pairs = zip(["", *arguments], arguments, strict=False)
+    words = [word for before, word in pairs if "--seed" not in (before, word.split("=")[0])]
+    digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]
+    return f"{' '.join(shown_command(words))} ({digest})"
 
 
 def shown_command(arguments: Iterable[str]) -> list[str]:

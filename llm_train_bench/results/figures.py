@@ -16,10 +16,10 @@ from llm_train_bench.formulas.flops import (
 from llm_train_bench.formulas.parameters import linear_parameters
 from llm_train_bench.formulas.time_statistics import describe
 from llm_train_bench.formulas.work import PASS_FORWARDS, STEP_PARTS, Fp8Work, Work
-from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect
 from llm_train_bench.results.remarks import POWER_CAP
 from llm_train_bench.results.result_files import Step, finite
-from llm_train_bench.results.schema import DeviceUse, Fp8Info, RankInfo, Result
+from llm_train_bench.results.schema import DeviceUse, Fp8Info, RankInfo, Result, StepSize
 
 # The shortest window whose ticks of CPU time tell who used it [CPU seconds].
 SHORTEST_LOOK_S = 1.0
@@ -36,7 +36,8 @@ class RankTimes:
     device: DeviceUse
     memory: dict[str, float | int | None]
     probe_tflops: float | None  # of its device by itself (llm_train_bench/measure/matmul_rate.py)
-    # Inside the window.
+    # Inside the window. A disturbance makes the run invalid; its advice comes with it.
+    disturbances: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     compile_s: float = 0.0
     graphs_recorded: int | None = None
     # Of its machine: all, busy, stolen; and its own (llm_train_bench/measure/device.py).
@@ -74,6 +75,8 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     if min(numbers) < max(numbers):  # in a loop of others
         what = f"ranks measured different numbers of steps: {min(numbers)} to {max(numbers)}"
         result.remark(what, "invalid")
+    for text, advice in set().union(*(r.disturbances for r in ranks)):
+        result.remark(text, "invalid", advice)
     if len(ranks) == 1:
         return
     result.ranks = [
@@ -210,6 +213,42 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
     m.ideal_time_fraction, why = _time_fraction(result, work, d.peak_bf16_tflops, low)
     if why is not None:
         result.remark(f"ideal_time_fraction is null: {why}")
+
+
+@dataclasses.dataclass
+class LoopWork:
+    """What a loop of others told of its work: model, FLOPs per token, and tokens per sample."""
+
+    config: ModelConfig | None
+    given_flops: float | None
+    lengths: set[Any]
+
+    def flops_per_token(self, seq_len: int | None, causal: bool = False) -> float | None:
+        """In one convention, None where unknown; of a number that was given, only palm is known."""
+        if self.given_flops:
+            return None if causal else self.given_flops
+        if self.config is None or seq_len is None:
+            return None
+        return flops_per_token(self.config, seq_len, causal)
+
+
+def fill_loop_metrics(result: Result, work: LoopWork, measured: list[Step]) -> None:
+    """Batch and FLOPs of the measured steps of a loop of others, into `result`."""
+    told = [step.tokens for step in measured]
+    tokens = round(statistics.fmean(told)) if told else result.batch.tokens_per_step
+    seq_len = next(iter(work.lengths)) if len(work.lengths) == 1 else None
+    samples = tokens // seq_len if tokens and seq_len and tokens % seq_len == 0 else None
+    result.batch = StepSize(tokens_per_step=tokens, seq_len=seq_len, global_batch=samples)
+    result.args |= {"tokens_per_step": tokens if len(set(told)) < 2 else None, "seq_len": seq_len}
+    if work.config and (keys := describe_keys_without_effect(work.config)) is not None:
+        result.remark(keys)
+    if palm := work.flops_per_token(seq_len):
+        fill_flop_rates(result, palm, work.flops_per_token(seq_len, causal=True))
+        return
+    why = "give seq_len" if work.config else "give config or flops_per_token"
+    if work.config and work.lengths:
+        why = f"samples have {sorted(work.lengths)} tokens"
+    result.remark(f"mfu and TFLOP/s are null: {why}")
 
 
 def fill_flop_rates(result: Result, palm: float, causal: float | None) -> None:

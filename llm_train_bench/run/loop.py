@@ -27,7 +27,6 @@ from llm_train_bench.run.failures import classify
 from llm_train_bench.run.profiling import NOT_OBSERVED, build_capture, observed_in, traced
 from llm_train_bench.run.signals import ENDING, ignore, signal_said
 from llm_train_bench.run.training_run import Run
-from llm_train_bench.trace.read_trace import Trace
 
 if TYPE_CHECKING:  # these take a second to import
     from llm_train_bench.parallel.pipeline import Pipeline
@@ -156,11 +155,8 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
         return
     run.count()
 
-    def look(trace: Trace) -> None:
-        run.result.observed = observed_in(trace, run)
-
     try:
-        with traced(run, look):
+        with traced(run, observed_in):
             step_fn(schedule.total, OBSERVE)
     except Exception as error:
         run.result.remark(f"{NOT_OBSERVED}: {classify(error).text}")

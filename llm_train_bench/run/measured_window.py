@@ -37,6 +37,7 @@ class MeasuredWindow:
         self.power = PowerMeter(device, family)
         self.allocator = AllocatorRecord(pickle, history) if device.type == "cuda" else None
         self.probe_tflops = None
+        self.disturbances: set[tuple[str, str]] = set()  # each with its advice
         reset_peak_memory(device)
 
     def open(self, heat_s: float, probe: bool = True) -> None:
@@ -70,6 +71,7 @@ class MeasuredWindow:
             device=use,
             memory=peak_memory(self.device),
             probe_tflops=self.probe_tflops,
+            disturbances=self.disturbances,
             compile_s=compiled["seconds"],
             graphs_recorded=compiled["graphs_recorded_again"] if self.cuda_graphs else None,
             cpu_seconds=cpu and began and tuple(b - a for a, b in zip(began, cpu, strict=True)),

@@ -1,16 +1,11 @@
 """Meter: the step log, measured window and result of our own loop, for training loops of others."""
 
-import atexit
 import contextlib
-import json
 import os
 import re
-import signal
-import statistics
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -18,30 +13,26 @@ import torch
 from pydantic import Field, FiniteFloat, TypeAdapter, validate_call
 from pydantic.dataclasses import dataclass
 
-from llm_train_bench.base.errors import Interrupted, RunFailed
-from llm_train_bench.base.redaction import shown_command
-from llm_train_bench.formulas.flops import flops_per_token as flops_of
+from llm_train_bench.base.errors import RunFailed
+from llm_train_bench.base.redaction import command_as_setting
 from llm_train_bench.measure.steps import REST
-from llm_train_bench.model.config import ModelConfig, describe_keys_without_effect, load_config
-from llm_train_bench.parallel.ranks import gather, joined_ranks, on_main
+from llm_train_bench.model.config import load_config
+from llm_train_bench.parallel.ranks import joined_ranks, on_main
 from llm_train_bench.results.console import say
-from llm_train_bench.results.figures import fill_flop_rates
+from llm_train_bench.results.figures import LoopWork, fill_loop_metrics
 from llm_train_bench.results.result_files import begin_attempt
 from llm_train_bench.results.schema import METER_LENGTH, ModelInfo, Result, StepSize
 from llm_train_bench.run import provenance
-from llm_train_bench.run.profiling import profiler_is_on, traced
+from llm_train_bench.run.checkpoint.attempt import Start
+from llm_train_bench.run.profiling import observed_in_loop, profiler_is_on, traced
 from llm_train_bench.run.record import RunRecord
-from llm_train_bench.run.signals import handled_by
+from llm_train_bench.run.signals import end_of_process
 from llm_train_bench.settings.flags import OutputFlags
-from llm_train_bench.trace.observed import fallbacks, observe
-from llm_train_bench.trace.read_trace import Trace
 
 # What a Meter itself writes among the arguments of its result.
 OWN_ARGS = {*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script"}
 NEW, BETWEEN, IN_STEP, ENDED = "not started", "between two steps", "inside a step", "at its end"
-SEED = re.compile(r"--seed(=.*)?")
 Count = Annotated[int, Field(ge=1, le=10**15)]
-Setting = bool | int | FiniteFloat | str | None
 
 
 @dataclass(config={"validate_assignment": True})
@@ -57,51 +48,17 @@ class MeterStep:
     seq_len: Count | None = None
 
 
-def without_seed(words: list[str]) -> list[str]:
-    """A command line without `--seed N`, in which repeats of a setting differ."""
-    pairs = zip(["", *words], words, strict=False)
-    return [word for before, word in pairs if before != "--seed" and not SEED.fullmatch(word)]
-
-
 class _LoopRecord(RunRecord):
-    """The record of a loop of others, with the FLOPs that follow from what it told."""
+    """The record of a loop of others."""
 
-    def __init__(self, result: Result, config: ModelConfig | None, flops: Any, *facts: Any):
+    def __init__(self, result: Result, directory: Path, work: LoopWork, *facts: Any):
         super().__init__(*facts)
-        self.result, self.config, self.flops = result, config, flops
-        self.directory = Path(self.output.output_dir).absolute() / result.run_name
-        self.lengths: set[Any] = {result.batch.seq_len} - {None}
-        self.flops_per_token = self.flops_of(result.batch.seq_len)
-
-    def flops_of(self, seq_len: int | None, causal: bool = False) -> float | None:
-        """FLOPs of a token in one convention; of a number that was given, only the first is known."""
-        if self.flops:
-            return None if causal else self.flops
-        return flops_of(self.config, seq_len, causal) if self.config and seq_len else None
+        self.result, self.directory, self.work = result, directory, work
+        self.flops_per_token = work.flops_per_token(result.batch.seq_len)
 
     def fill(self, error: BaseException | None) -> None:
         self.fill_compile_counts()
-        r, told = self.result, [step.tokens for step in self.log.of_phase("measure")]
-        tokens = round(statistics.fmean(told)) if told else r.batch.tokens_per_step
-        seq_len = next(iter(self.lengths)) if len(self.lengths) == 1 else None
-        samples = tokens // seq_len if tokens and seq_len and tokens % seq_len == 0 else None
-        r.batch = StepSize(tokens_per_step=tokens, seq_len=seq_len, global_batch=samples)
-        r.args |= {"tokens_per_step": tokens if len(set(told)) < 2 else None, "seq_len": seq_len}
-        if self.config and (keys := describe_keys_without_effect(self.config)) is not None:
-            r.remark(keys)
-        if palm := self.flops_of(seq_len):
-            fill_flop_rates(r, palm, self.flops_of(seq_len, causal=True))
-            return
-        why = "give seq_len" if self.config else "give config or flops_per_token"
-        if self.config and self.lengths:
-            why = f"samples have {sorted(self.lengths)} tokens"
-        r.remark(f"mfu and TFLOP/s are null: {why}")
-
-    def see(self, trace: Trace) -> None:
-        """Put what ran in the traced step into the result."""
-        self.result.observed = observe(trace, True, self.ranks.world, assume_math=False)
-        for text, advice in fallbacks(trace):
-            self.result.remark(text, advice=advice)
+        fill_loop_metrics(self.result, self.work, self.log.of_phase("measure"))
 
 
 class Meter:
@@ -123,7 +80,7 @@ class Meter:
         tokens_per_step: Count | None = None,
         seq_len: Count | None = None,
         flops_per_token: Annotated[FiniteFloat, Field(gt=0)] | None = None,
-        settings: Mapping[str, Setting] | None = None,
+        settings: Mapping[str, bool | int | FiniteFloat | str | None] | None = None,
         warmup_steps: Annotated[int, Field(ge=0, le=10**7)] = 10,
         n_steps: Annotated[int, Field(ge=1, le=10**7)] = 50,
         name: str | None = None,
@@ -146,45 +103,39 @@ class Meter:
             raise ValueError(f"Meter: settings: {min(own)!r} is set by another argument")
         if run_name and not re.fullmatch(r"[^/\\]*[^./\\][^/\\]*", run_name):
             raise ValueError(f"Meter: run_name={run_name!r}: must be the name of one directory")
-        output["output_dir"] = os.fspath(output.get("output_dir", "runs"))
-        if unknown := output.keys() - {field.name for field in fields(OutputFlags)}:
-            raise TypeError(f"Meter: {min(unknown)!r} is not an argument of a Meter")
-        flags = TypeAdapter(OutputFlags).validate_python(vars(OutputFlags(**output)))
+        output["output_dir"] = str(Path(output.get("output_dir", "runs")).absolute())
+        flags = TypeAdapter(OutputFlags).validate_python(output)
         ranks = joined_ranks()
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cuda", "cpu"):
             raise ValueError(f"Meter: device={device}: must be the CPU or the current GPU")
-        if settings is None:  # for people; the digest is of all words, which may hold keys
-            words = without_seed(sys.argv[1:])
-            digest = provenance.digest_of(json.dumps(words))[:8]
-            settings = {"command": f"{' '.join(shown_command(words))} ({digest})"}
+        if settings is None:
+            settings = {"command": command_as_setting(sys.argv[1:])}
         shape = None if config is None else load_config(config)
         name = name or (shape.name if shape else Path(sys.argv[0]).stem or "model")
         model = ModelInfo(name=name, hash=provenance.digest_of(f"{name} {flops_per_token}"))
         if shape:
             model = provenance.describe_model(shape).model_copy(update={"name": name})
         # The end of the default name tells apart those of one second.
-        run_id = uuid.uuid4().hex
-        usual = f"{provenance.default_name(name, {})}-{run_id[:4]}"
-        run_name, run_id = on_main(ranks, lambda: (run_name or usual, run_id))
+        run_name = run_name or f"{provenance.default_name(name, {})}-{uuid.uuid4().hex[:4]}"
+        directory = Path(flags.output_dir, run_name)
+        start = on_main(ranks, lambda: Start(directory, {}, attempts=[begin_attempt()]))
         result = provenance.begin_result(
             f"Meter in {Path(sys.argv[0] or 'python').name}",
             {"n_steps": n_steps, "warmup_steps": warmup_steps, **settings},
             model,
-            provenance.describe_environment(device),
-            run_name=run_name,
-            run_id=run_id,
-            attempts=[begin_attempt()],
-            device=provenance.describe_device(device, ranks.world, None),
+            start,
+            device,
+            ranks.world,
             batch=StepSize(tokens_per_step=tokens_per_step, seq_len=seq_len),
             loss_known=False,
         )
         self._warmup_steps, self._window_end = warmup_steps, warmup_steps + n_steps
-        self._n, self._state, self._paused = 0, NEW, False
-        self._told: list[MeterStep] = []
+        self._n, self._state, self._told = 0, NEW, list[MeterStep]()
         self._trace, self._watch = contextlib.ExitStack(), contextlib.ExitStack()
+        work = LoopWork(shape, flops_per_token, {seq_len} - {None})
         facts = device, ranks, flags, self._window_end
-        self._record = _LoopRecord(result, shape, flops_per_token, *facts)
+        self._record = _LoopRecord(result, start.directory, work, *facts)
 
     @property
     def result(self) -> Result:
@@ -200,11 +151,7 @@ class Meter:
                 Meter._open.stop(RuntimeError("another Meter began"))
         self._record.__enter__()
         Meter._open, self._state, self._process = self, BETWEEN, os.getpid()
-        at_exit, last_error = self._stop_with_process, getattr(sys, "last_value", None)
-        self._watch.callback(atexit.unregister, atexit.register(at_exit, last_error))
-        ends = (signal.SIGTERM, signal.SIGHUP)
-        unhandled = [number for number in ends if signal.getsignal(number) is signal.SIG_DFL]
-        self._watch.enter_context(handled_by(self._stop_by_signal, unhandled))
+        self._watch.enter_context(end_of_process(self._stop_with_process))
         self._record.log.start()
         if not self._warmup_steps:
             self._record.open_window(probe=False)
@@ -216,11 +163,10 @@ class Meter:
             return
         measured, wanted = self._n - self._warmup_steps, self._window_end - self._warmup_steps
         if error is None and measured < wanted:
-            done = max(0, measured)
-            error = RunFailed(f"the loop ended after {done} of {wanted} measured steps")
+            error = RunFailed(f"the loop ended after {max(0, measured)} of {wanted} measured steps")
             say(f"Meter: {error}")
             if measured >= 0:
-                self._close_window()
+                self._record.close_window()
         self._state, Meter._open = ENDED, None
         self._watch.close()
         self._record.__exit__(type(error) if error else None, error, None)
@@ -246,7 +192,7 @@ class Meter:
         if self._n < self._window_end:
             self._record.log.mark("data")
         elif self._n == self._window_end and not self._told:
-            self._trace.enter_context(traced(self._record, self._record.see))
+            self._trace.enter_context(traced(self._record, observed_in_loop))
         try:
             self._told.append(told := MeterStep())
             yield told
@@ -275,7 +221,9 @@ class Meter:
             yield
         finally:
             if self._state == BETWEEN and self._n < self._window_end:
-                self._paused |= self._n >= self._warmup_steps
+                if self._n >= self._warmup_steps:
+                    advice = "evaluate and save in the warm-up, or after the measured steps"
+                    self._record.window.disturbances.add(("paused in the window", advice))
                 self._record.log.start()
 
     def _require(self, state: str, call: str) -> None:
@@ -299,35 +247,21 @@ class Meter:
         total = sum(tokens) if tokens else record.result.batch.tokens_per_step
         if not total:
             raise ValueError(f"Meter: tokens={total}: give tokens_per_step, or set step.tokens")
-        record.lengths |= {step.seq_len for step in self._told} - {None}
+        record.work.lengths |= {step.seq_len for step in self._told} - {None}
         record.result.loss_known |= loss is not None
         if in_window and profiler_is_on():
-            record.result.remark("a profiler was on in the window", "invalid")
+            record.window.disturbances.add(("a profiler was on in the window", ""))
         phase = "measure" if in_window else "warmup"
         record.log.finish(self._n, phase, self._told[-1].lr, total, loss, last=REST)
         self._n += 1
         if self._n == self._warmup_steps:
             record.open_window(probe=False)
         if self._n == self._window_end:
-            self._close_window()
+            record.close_window()
             if record.file:  # whatever becomes of the loop
                 record.file.write(record.result)
 
-    def _close_window(self) -> None:
-        self._record.close_window()
-        if any(gather(self._record.ranks, self._paused)):
-            advice = "evaluate and save in the warm-up, or after the measured steps"
-            self.result.remark("paused in the window", "invalid", advice)
-
-    def _stop_with_process(self, last_error: BaseException | None) -> None:
-        error = getattr(sys, "last_value", None)
-        if error is last_error:
-            whole = self._n >= self._window_end
-            error = None if whole else RuntimeError("the process ended before the loop did")
+    def _stop_with_process(self, error: BaseException | None) -> None:
+        if error is None and self._n < self._window_end:
+            error = RuntimeError("the process ended before the loop did")
         self.stop(error)
-
-    def _stop_by_signal(self, number: int, frame: object) -> None:
-        """Keep what was measured; then the signal ends the process, as it does without a Meter."""
-        self.stop(Interrupted(signal.Signals(number).name))
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)

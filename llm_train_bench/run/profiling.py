@@ -116,8 +116,8 @@ class TorchCapture:
 
 
 @contextlib.contextmanager
-def traced(record: RunRecord, seen: Callable[[Trace], None]) -> Iterator[None]:
-    """Trace a step on rank 0, until its device is idle, and give `seen` the trace there.
+def traced(record: RunRecord, observed: Callable[[Trace, Any], Observed]) -> Iterator[None]:
+    """Trace a step on rank 0, until its device is idle, for `result.observed`.
 
     An error of the step passes. One of the profiler is a remark, as is another profiler that is on: a
     second one would destroy its trace.
@@ -135,7 +135,7 @@ def traced(record: RunRecord, seen: Callable[[Trace], None]) -> Iterator[None]:
             synchronize(record.device)
         if profiler is not None:
             profiler.export_chrome_trace(str(path))
-            seen(read_trace(path))
+            record.result.observed = observed(read_trace(path), record)
     except Exception as error:
         if not step_ended:
             raise
@@ -189,6 +189,13 @@ def observed_in(trace: Trace, run: Run) -> Observed:
             text = f"{low:g} of at least {least} FP8 matmuls"
             result.remark(f"asked for FP8, {text} ran", "invalid", update)
     return o
+
+
+def observed_in_loop(trace: Trace, record: RunRecord) -> Observed:
+    """What ran in a trace of a loop of others."""
+    for text, advice in fallbacks(trace):
+        record.result.remark(text, advice=advice)
+    return observe(trace, True, record.ranks.world, assume_math=False)
 
 
 class NsysCapture:

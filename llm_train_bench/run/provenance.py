@@ -55,10 +55,16 @@ def begin_result(
     entrypoint: str,
     args: dict[str, Any],
     model: ModelInfo,
-    environment: dict[str, Any],
+    start: "Start",
+    device: torch.device,
+    ranks: int,
+    peak_tflops: float | None = None,
     **fields: Any,
 ) -> Result:
-    """The result of a run that begins now in this process; `fields` are the other ones of Result."""
+    """The result of a run that begins now in this process; `fields` are the other ones of Result.
+
+    `peak_tflops` is a user's figure of the device, for dense BF16.
+    """
     return Result(
         version=__version__,
         entrypoint=entrypoint,
@@ -67,7 +73,11 @@ def begin_result(
         args=redact(args),
         model=model,
         writer=this_process(),
-        environment=environment,
+        environment=describe_environment(device),
+        run_name=start.directory.name,
+        run_id=start.run_id,
+        attempts=start.attempts,
+        device=describe_device(device, ranks, peak_tflops),
         **fields,
     )
 
@@ -87,11 +97,10 @@ def open_result(
         plan.script,
         dataclasses.asdict(plan.args) | resolved,
         describe_model(config),
-        describe_environment(device),
-        run_name=start.directory.name,
-        run_id=start.run_id,
-        attempts=start.attempts,
-        device=describe_device(device, work.world, plan.args.peak_tflops),
+        start,
+        device,
+        work.world,
+        plan.args.peak_tflops,
         batch=StepSize(**{name: getattr(work.batch, name) for name in StepSize.model_fields}),
         fp8=fp8,
         attention_kernel=attention_kernel,

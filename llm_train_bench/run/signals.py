@@ -1,5 +1,6 @@
 """Signals: which ask a run to end or to save, and who handles them when."""
 
+import atexit
 import contextlib
 import os
 import signal
@@ -55,6 +56,32 @@ def held() -> Iterator[None]:
     finally:
         for number in arrived:
             signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def end_of_process(stop: Callable[[BaseException | None], None]) -> Iterator[None]:
+    """If this process ends inside the block, call `stop` first with the error that ends it, if any.
+
+    SIGTERM and SIGHUP end it, unless the program handles them.
+    """
+    last_error = getattr(sys, "last_value", None)  # in a notebook, of an earlier cell
+
+    def at_exit() -> None:
+        error = getattr(sys, "last_value", None)
+        stop(None if error is last_error else error)
+
+    def at_signal(number: int, frame: object) -> None:
+        stop(Interrupted(signal.Signals(number).name))
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    atexit.register(at_exit)
+    try:
+        with handled_by(at_signal, [n for n in ends if signal.getsignal(n) is signal.SIG_DFL]):
+            yield
+    finally:
+        atexit.unregister(at_exit)
 
 
 def ignore(numbers: Sequence[int]) -> None:

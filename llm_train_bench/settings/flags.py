@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.number_text import parse_number
@@ -298,15 +298,15 @@ class OutputFlags:
 
     output_dir: Parent directory of the run's directory.
     run_name: Name of the run's directory. By default date, time, model and process id.
-    export: At the end, export the model as Hugging Face safetensors.
     no_tensorboard: Do not write TensorBoard scalars.
     track: Send the run to Weights & Biases while it goes on; offline if nobody is logged in.
     quiet: Print only the final table, and errors.
     """
 
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # where a Meter has others
+
     output_dir: str = flag("runs", OUTPUT, metavar="DIR", common=True)
     run_name: str | None = flag(None, OUTPUT, metavar="NAME")
-    export: bool = flag(False, OUTPUT)
     no_tensorboard: bool = flag(False, OUTPUT)
     track: tuple[Literal["wandb"], ...] = flag((), OUTPUT)
     quiet: bool = flag(False, OUTPUT)
@@ -314,16 +314,18 @@ class OutputFlags:
 
 @dataclasses.dataclass(frozen=True)
 class SaveFlags:
-    """Checkpoints and resuming.
+    """Checkpoints, resuming and export.
 
     save_every: Save the training state every N steps, at the end, and on SIGTERM, SIGINT or
         SIGUSR1; 0 never.
     resume: Resume from a checkpoint. auto: continue the run --run-name, or start it. PATH: start a
         new run from the checkpoint of that path, or from the newest one of the run there.
+    export: At the end, export the model as Hugging Face safetensors.
     """
 
     save_every: int = flag(0, OUTPUT, at_least=0)
     resume: str | None = flag(None, OUTPUT, metavar="auto|PATH")
+    export: bool = flag(False, OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
