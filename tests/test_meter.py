@@ -305,12 +305,13 @@ def test_runs_without_settings_are_repeats_if_their_words_are_equal(tmp_path, mo
     *((json.loads(options), error.replace("\\n", "\n"))
       for options, error in helpers.answers("meter_arguments.txt")),
     ({"settings": {"amp": torch.bfloat16}}, "settings.amp"), ({"config": nn.Linear(1, 1)}, "Linear"),
-    ({"n_steps": np.float64(2.5)}, "n_steps"), ({"wrong": 1}, "wrong"),
+    ({"n_steps": np.float64(2.5)}, "n_steps"), ({"wrong": "s3cret"}, "Meter: 'wrong' is not an argument"),
 ])  # fmt: skip
 def test_bad_arguments_are_errors_of_an_api(tmp_path, options, error):
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=re.escape(error)):
+    errors = ValueError, TypeError, RuntimeError
+    with pytest.raises(errors, match=re.escape(error)) as refused:
         Meter(**{"config": TINY, "output_dir": str(tmp_path)} | SMALL | options)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and "s3cret" not in str(refused.value)
 
 
 def test_bad_use_is_an_error_that_says_where(tmp_path, monkeypatch):
@@ -523,6 +524,9 @@ def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):
     assert r["observed"] is None
     assert noted(r, "not observed: the loop has a profiler on")
     assert read_result(tmp_path / r["run_name"]).invalid == ["a profiler was on in the window"]
+    with pytest.raises(OSError), torch.profiler.profile():
+        measure(tmp_path / "failed", 4, lambda step, i: Path("absent").stat() if i == 3 else None)
+    assert noted(only_result(tmp_path / "failed"), "a profiler was on in the window")
 
 
 @pytest.mark.parametrize("name, value, fails", [

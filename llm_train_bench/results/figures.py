@@ -75,7 +75,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     if min(numbers) < max(numbers):  # in a loop of others
         what = f"ranks measured different numbers of steps: {min(numbers)} to {max(numbers)}"
         result.remark(what, "invalid")
-    for text, advice in set().union(*(r.disturbances for r in ranks)):
+    for text, advice in sorted(set().union(*(r.disturbances for r in ranks))):
         result.remark(text, "invalid", advice)
     if len(ranks) == 1:
         return

@@ -1,7 +1,4 @@
-"""A callback for the Trainer of transformers that measures its steps with a Meter.
-
-trainer = Trainer(..., callbacks=[HFMeterCallback(warmup_steps=10, n_steps=50)])
-"""
+"""A callback for the Trainer of transformers that measures its steps with a Meter."""
 
 import contextlib
 from typing import Any

@@ -6,6 +6,7 @@ import re
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -58,6 +59,8 @@ class _LoopRecord(RunRecord):
 
     def fill(self, error: BaseException | None) -> None:
         self.fill_compile_counts()
+        for text, advice in sorted(self.window.disturbances):  # if the window was never closed
+            self.result.remark(text, "invalid", advice)
         fill_loop_metrics(self.result, self.work, self.log.of_phase("measure"))
 
 
@@ -72,7 +75,7 @@ class Meter:
 
     _open: ClassVar["Meter | None"] = None
 
-    @validate_call(config={"arbitrary_types_allowed": True})
+    @validate_call(config={"arbitrary_types_allowed": True, "hide_input_in_errors": True})
     def __init__(
         self,
         config: Any = None,
@@ -103,6 +106,8 @@ class Meter:
             raise ValueError(f"Meter: settings: {min(own)!r} is set by another argument")
         if run_name and not re.fullmatch(r"[^/\\]*[^./\\][^/\\]*", run_name):
             raise ValueError(f"Meter: run_name={run_name!r}: must be the name of one directory")
+        if unknown := output.keys() - {field.name for field in fields(OutputFlags)}:
+            raise TypeError(f"Meter: {min(unknown)!r} is not an argument of a Meter")
         output["output_dir"] = str(Path(output.get("output_dir", "runs")).absolute())
         flags = TypeAdapter(OutputFlags).validate_python(output)
         ranks = joined_ranks()

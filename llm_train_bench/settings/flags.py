@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.number_text import parse_number
@@ -302,8 +302,6 @@ class OutputFlags:
     track: Send the run to Weights & Biases while it goes on; offline if nobody is logged in.
     quiet: Print only the final table, and errors.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # where a Meter has others
 
     output_dir: str = flag("runs", OUTPUT, metavar="DIR", common=True)
     run_name: str | None = flag(None, OUTPUT, metavar="NAME")
