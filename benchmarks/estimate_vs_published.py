@@ -74,7 +74,8 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     """A row's step and device.
 
     A `config` is a path or a config.json's content. `fp8` is a recipe that our own scripts refuse in
-    that layout, where the formulas know it. `power_w` is the limit of the GPU's power.
+    that layout, where the formulas know it. `power_w`, the limit of the GPU's power, and the keys of
+    memory and network say how the GPU and its node differ from what configs/hardware.json has.
     """
     return _step_of(json.dumps(row))
 
@@ -93,8 +94,10 @@ def _step_of(text: str) -> tuple[Work, Hardware]:
     args = parse_dataclass(Args, [*argv, "--seq-len", str(row["seq_len"])], script)
     fp8 = {"use_fp8": True, "fp8_recipe": row["fp8"]} if "fp8" in row else {}
     args = dataclasses.replace(args, **fp8, **row.get("lora", {}))
-    limits = {"memory_gib": row.get("memory_gib"), "tdp_w": row.get("power_w")}
-    gpu = dataclasses.replace(gpu, **{name: limit for name, limit in limits.items() if limit})
+    differs = {
+        key: row[key] for key in ("memory_gib", "memory_tb_per_s", "nic_gb_per_s") if key in row
+    }
+    gpu = dataclasses.replace(gpu, **differs, tdp_w=row.get("power_w", gpu.tdp_w))
     memory, trainer = gpu.memory_gib, trainer_of(row)
     work = plan_by(trainer, args, script, row["gpus"], gpu.platform, config, memory).work
     return work, gpu

@@ -31,8 +31,9 @@ from llm_train_bench.formulas.work import Work
 
 # Where constants start, and their ranges; and the spread of levels, of rows and of sources (of
 # logarithms). All were chosen beforehand. `launch_grace_s` is `launch_eager_s` of devices with that CPU.
+# Bandwidth: copies reach 79 % on an MI300X (ROCm's acceptance), 92 % on H200 and B200 (NVIDIA/cccl).
 RANGES = {
-    "bandwidth": (0.8, 0.5, 0.95),
+    "bandwidth": (0.85, 0.79, 0.92),
     "kernels_fused": (290.0, 20, 600),
     "kernels_modules": (830.0, 100, 1000),
     "kernels_expert": (20.0, 2, 200),

@@ -92,7 +92,7 @@ def cpu_entry(device: torch.device, seconds: float) -> dict[str, Any]:
     backward = 2 / max(1e-9, 1 / both - 1 / forward)
     whole = "sustained fp32_of_peak bandwidth layer_norms losses optimizers serial_host"
     fitted = dict.fromkeys(whole.split(), 1.0)
-    fitted |= {"half_side": half, "half_keys": 0.0, "half_head": 0.0}
+    fitted |= {"half_side": half, "half_keys": 0.0, "half_head": 0.0, "grouped": 1.0}
     fitted |= {"launch_s": launch_seconds(device, seconds)}
     fitted |= {"attention_forward": forward / fp32, "attention_backward": backward / fp32}
     rates = {"bf16_tflops": max(fp32, bf16), "fp32_tflops": fp32, "measured_bf16_tflops": bf16}

@@ -101,7 +101,7 @@ def plan_by(words: str, args: Args, script: Script, *others: Any) -> Plan:
     for what, given in {
         "--cpu-offload": args.cpu_offload,
         "--bf16-weights": args.bf16_weights,
-        "--fp8-all-gather": args.fp8_all_gather and name != "torchtitan",
+        "--fp8-all-gather": args.fp8_all_gather and name not in ("torchtitan", "hf"),
         "--fp8-emulate": args.fp8_emulate,
         "--amp off": args.amp == "off" and trainer.weights != "fp32",
     }.items():

@@ -387,6 +387,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float,
         number, n, k = weight.shard(work.parallelism).sizes
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
         whole = matmul_time(work, rows * filled, n, k, converted, gpu)
+        whole /= 1.0 if work.amp == "off" else gpu.constants.grouped
         weights = number * n * k * (1 if converted else work.matmul_bytes) / gpu.memory_rate
         seconds, mlp = seconds + max(whole, weights), mlp + max(whole, weights)
     return seconds, mlp, last
@@ -413,14 +414,20 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     keys = attended_keys(work.batch.lengths, window, causal=True)
     flops = work.gathered_tokens * attention_width(config) * keys / tp
     if cudnn and not work.batch.documents and (window is None or window >= work.batch.seq_len):
-        half_head, *parts = c.cudnn_half_head, c.cudnn_forward, c.cudnn_backward
+        parts = c.cudnn_forward, c.cudnn_backward
+        half_keys, half_head = c.cudnn_half_keys, c.cudnn_half_head
     else:
-        half_head, *parts = c.half_head, c.attention_forward, c.attention_backward
+        parts = c.attention_forward, c.attention_backward
+        half_keys, half_head = c.half_keys, c.half_head
     head = min(1.0, config.head_dim / (config.head_dim + half_head) * (1 + half_head / 128))
-    rate = gpu.bf16_tflops * 1e12 * _level(work, gpu)
-    rate *= head * keys / (keys + c.half_keys) * (FLASH1 if kernel == "flash1" else 1.0)
-    if amp == "off":  # kernels without tensor cores, unless TF32 is allowed
-        rate /= gpu.bf16_tflops / (gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops)
+    peak = gpu.bf16_tflops if amp != "off" else gpu.bf16_tflops / 2  # TF32's
+    if (
+        amp == "off" and not work.tf32
+    ):  # tiles are so slow without tensor cores that few cost no more
+        peak = gpu.fp32_tflops
+        half_keys = 0.0
+    rate = peak * 1e12 * _level(work, gpu)
+    rate *= head * keys / (keys + half_keys) * (FLASH1 if kernel == "flash1" else 1.0)
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
 
 
@@ -458,8 +465,11 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
         elements += (gated * f if config.gated_mlp else 2 * f) * work.gathered_tokens
         return w * elements
     rows = work.expert_rows * work.imbalance
-    # Rows are put in order and back, sent and received likewise, weighed and added up.
+    # Rows are put in order and back, sent and received likewise, weighed and added up. DeepEP and
+    # HybridEP receive them, put them in order and back, and send: no kernel weighs or adds up apart.
     moves = 4 + 3 + (4 if work.parallelism.ep > 1 else 0)
+    if work.trainer.rows_once and work.parallelism.ep > 1:
+        moves = 6
     activation = (gated if e.gated else 2) * (not work.trainer.fused_experts)
     elements += rows * (activation * e.size + moves * (e.latent or d))
     elements += (gated if e.gated else 2) * e.shared_size / tp * work.gathered_tokens
