@@ -420,11 +420,10 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         parts = c.attention_forward, c.attention_backward
         half_keys, half_head = c.half_keys, c.half_head
     head = min(1.0, config.head_dim / (config.head_dim + half_head) * (1 + half_head / 128))
-    peak = gpu.bf16_tflops if amp != "off" else gpu.bf16_tflops / 2  # TF32's
-    if (
-        amp == "off" and not work.tf32
-    ):  # tiles are so slow without tensor cores that few cost no more
-        peak = gpu.fp32_tflops
+    peak = gpu.bf16_tflops
+    if amp == "off":
+        peak = gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops
+    if amp == "off" and not work.tf32:  # without tensor cores the rate does not depend on the keys
         half_keys = 0.0
     rate = peak * 1e12 * _level(work, gpu)
     rate *= head * keys / (keys + half_keys) * (FLASH1 if kernel == "flash1" else 1.0)
