@@ -359,7 +359,7 @@ def test_configs_of_transformers_are_read_as_their_files(family, tmp_path):
     try:
         theirs = AutoConfig.for_model(**copy.deepcopy(helpers.FAMILIES[family]))  # it adds keys
     except Exception as error:
-        pytest.skip(f"transformers does not read it: {error}")
+        pytest.skip(f"transformers does not read it: {str(error)[:80]}")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(helpers.FAMILIES[family]))
     ours, read = (Meter(config, seq_len=16, **SMALL) for config in (path, theirs))

@@ -421,10 +421,10 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         half_keys, half_head = c.half_keys, c.half_head
     head = min(1.0, config.head_dim / (config.head_dim + half_head) * (1 + half_head / 128))
     peak = gpu.bf16_tflops
-    if amp == "off":
-        peak = gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops
-    if amp == "off" and not work.tf32:  # without tensor cores the rate does not depend on the keys
-        half_keys = 0.0
+    if amp == "off" and work.tf32:
+        peak /= 2
+    elif amp == "off":  # without tensor cores the rate does not depend on the keys
+        peak, half_keys = gpu.fp32_tflops, 0.0
     rate = peak * 1e12 * _level(work, gpu)
     rate *= head * keys / (keys + half_keys) * (FLASH1 if kernel == "flash1" else 1.0)
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
