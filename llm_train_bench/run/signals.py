@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from llm_train_bench.base.start import early_stop_request, orphaned
+
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import Interrupted
 from llm_train_bench.parallel.ranks import ALONE, Ranks
@@ -99,7 +101,7 @@ def end_at_first(number: int, frame: object) -> None:
 
 def signal_said(number: int) -> str:
     """What a signal means to this process: its name, or why its launcher sent it."""
-    if number == signal.SIGTERM and start.orphaned():
+    if number == signal.SIGTERM and orphaned():
         return "the end of its launcher"
     return "a second signal" if number == SECOND and has_parent() else signal.Signals(number).name
 
@@ -136,7 +138,7 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, that signal is only noted. Another one does what it did before."""
-        self.number = start.early_stop_request()
+        self.number = early_stop_request()
         heard = Heard(self.number)
 
         def note(number: int, frame) -> None:
