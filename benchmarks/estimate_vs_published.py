@@ -4,9 +4,10 @@
 
 Each file in benchmarks/published is one source, with the nearest settings of ours. Its `split` was
 chosen before anything was fitted: `fit` rows may choose constants (benchmarks/fit_estimate.py), `hold`
-rows may not. `added` is the day of sources that came later. `--write` writes the held errors of each
-family of devices into configs/accuracy.json, which estimate.py prints as a range, and the tables into
-docs/ESTIMATES.md. Needs no torch and no GPU.
+rows may not. `added` is the day of sources that came later. `doubt` is what a source leaves open that
+can move the speed by 10 %, by a reader who saw no estimate; `why` explains an error. `--write` writes
+the held errors of each family of devices into configs/accuracy.json, which estimate.py prints as a
+range, and the tables into docs/ESTIMATES.md. Needs no torch and no GPU.
 """
 
 import argparse
@@ -43,6 +44,8 @@ from llm_train_bench.settings.plan import make_plan
 PUBLISHED = Path(__file__).parent / "published"
 PAGE = ROOT / "docs/ESTIMATES.md"
 OUTLIER = 0.2
+# What a row may say of its GPU and node besides its name.
+OF_NODE = ("memory_gib", "memory_tb_per_s", "nic_gb_per_s", "per_node", "peer_gb_per_s")
 # Rows that a range needs.
 VALIDATED = 8
 GIB = 2**30
@@ -94,9 +97,7 @@ def _step_of(text: str) -> tuple[Work, Hardware]:
     args = parse_dataclass(Args, [*argv, "--seq-len", str(row["seq_len"])], script)
     fp8 = {"use_fp8": True, "fp8_recipe": row["fp8"]} if "fp8" in row else {}
     args = dataclasses.replace(args, **fp8, **row.get("lora", {}))
-    differs = {
-        key: row[key] for key in ("memory_gib", "memory_tb_per_s", "nic_gb_per_s") if key in row
-    }
+    differs = {key: row[key] for key in row if key in OF_NODE}
     gpu = dataclasses.replace(gpu, **differs, tdp_w=row.get("power_w", gpu.tdp_w))
     memory, trainer = gpu.memory_gib, trainer_of(row)
     work = plan_by(trainer, args, script, row["gpus"], gpu.platform, config, memory).work
@@ -259,16 +260,17 @@ def tables() -> dict[str, str]:
     held = held_rows()
     figures = "rows|median error|80 % within|lowest|highest|beyond 20 %"
     samples = {"fitted": published_rows("fit"), "held": held}
-    samples |= {f"held, {kind}": rows for kind, rows in gathered(held, format_of).items()}
-    samples["held, before 30 November"] = [row for row in held if "added" not in row]
-    samples["held, since then"] = [row for row in held if "added" in row]
+    day = lambda row: row.get("added", "before")  # noqa: E731
+    doubt = lambda row: "with a doubt" if row.get("doubt") else "without a doubt"  # noqa: E731
+    for key in (format_of, day, doubt):
+        samples |= {f"held, {kind}": rows for kind, rows in gathered(held, key).items()}
     samples["LoRA"] = published_rows("lora")
     sums = [[name, *line_of(errors(rows))] for name, rows in samples.items()]
     groups = grouped(held, lambda row: (*range_group(row), format_of(row)))
     ranges = [[", ".join(key), *line_of(values)] for key, values in groups.items()]
     worst = sorted(zip(errors(held), held, strict=True), key=lambda x: -abs(math.log(1 + x[0])))
-    ten = [[f"{e:+.0%}", setting_of(row).partition(", T ")[0], row.get("doubt", "unknown")]
-           for e, row in worst[:10]]  # fmt: skip
+    why = lambda row: row.get("why") or row.get("doubt", "unknown")  # noqa: E731
+    ten = [[f"{e:+.0%}", setting_of(r).partition(", T ")[0], why(r)] for e, r in worst[:10]]
     pairs = {name: calibrated_pairs(rows) for name, rows in list(samples.items())[:2]}
     both = {name: list(zip(*found, strict=True)) for name, found in pairs.items()}
     medians = [[name, str(len(pairs[name])), *(f"{statistics.median(map(abs, e)):.1%}" for e in x)]

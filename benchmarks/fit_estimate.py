@@ -32,14 +32,22 @@ from llm_train_bench.formulas.work import Work
 # Where constants start, and their ranges; and the spread of levels, of rows and of sources (of
 # logarithms). All were chosen beforehand. `launch_grace_s` is `launch_eager_s` of devices with that CPU.
 # Bandwidth: copies reach 79 % on an MI300X (ROCm's acceptance), 92 % on H200 and B200 (NVIDIA/cccl).
+# Beside collectives, computation was measured 19 % slower in the mean and 40 % at most (arXiv 2507.03114):
+# on an H100, 1.4 and 3 bytes of memory traffic for each of theirs.
 RANGES = {
     "bandwidth": (0.85, 0.79, 0.92),
+    "kernels_te": (140.0, 40, 400),
+    "kernels_te_low": (200.0, 40, 600),
     "kernels_fused": (290.0, 20, 600),
     "kernels_modules": (830.0, 100, 1000),
     "kernels_expert": (20.0, 2, 200),
     "kernels_expert_low": (90.0, 2, 200),
     "launch_grace_s": (3.5e-5, 1.7e-5, 6e-5),
     "all_to_all": (0.7, 0.3, 0.95),
+    "network": (0.9, 0.6, 0.95),
+    "slowest_node": (0.01, 0.003, 0.02),
+    "beside_communication": (0.03, 0.005, 0.05),
+    "beside_bytes": (1.4, 0.5, 3.0),
 }
 # A wide level is that of an architecture on which several trainers ran; elsewhere nobody knows whether
 # device or trainer is slow, and it is the trainer's. Leaving out sources of fitting rows chose NARROW.

@@ -19,7 +19,7 @@ from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, family_of, find_hardware
 from llm_train_bench.formulas import memory_model, speed_model
-from llm_train_bench.formulas.collectives import rank_weights, traffic
+from llm_train_bench.formulas.collectives import collective_time, rank_weights, traffic
 from llm_train_bench.formulas.flops import step_flops_per_token
 from llm_train_bench.formulas.memory_model import block_activations, estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters
@@ -277,16 +277,70 @@ def test_a_row_says_how_its_gpu_differs():
 
 
 @pytest.mark.parametrize("amp, kernel, loss", [
-    ("bf16", "flash", 0.68), ("bf16", "cudnn", 0.59), ("off", "efficient", 1.0)
+    ("bf16", "flash", 0.68), ("bf16", "cudnn", 0.59), ("bf16", "math", 0.8), ("off", "efficient", 1.0)
 ])  # fmt: skip
 def test_few_keys_slow_attention_down_where_tensor_cores_compute(amp, kernel, loss):
-    """The rate with 1,024 tokens a sample, over that with 8,192, as the constants say."""
+    """The rate with 1,024 tokens a sample, over that with 8,192; plain attention computes all pairs."""
     rates = []
     for seq_len in (1024, 8192):
         work = work_of(f"llama-3.1-8b.json --amp {amp} --attention {kernel} --seq-len {seq_len}")
         forward, _ = speed_model._attention(work, 0, H100)
         rates.append(seq_len**2 / forward)
     assert rates[0] / rates[1] == pytest.approx(loss, abs=0.01)
+
+
+def test_two_of_eight_meshed_gpus_use_one_of_their_seven_links():
+    """A pair of MI300X, or of the four of a board, has its own link; an H100 has a switch."""
+    board = dataclasses.replace(H100, per_node=4, peer_gb_per_s=150)
+    for gpu, rates in (
+        (find_hardware("mi300x"), (51, 305)),
+        (board, (120, 360)),
+        (H100, (361, 361)),
+    ):
+        for n, rate in zip((2, gpu.per_node), rates, strict=True):
+            seconds = collective_time("all_gather", 1e10, n, gpu.per_node, gpu)
+            assert 10 * (n - 1) / n / seconds == pytest.approx(rate, rel=0.01)
+
+
+def test_tensor_parallelism_hides_behind_its_own_matmuls(estimated):
+    """An exchange longer than the matmul beside it shows, however long other matmuls are."""
+    flags = f"{LLAMA} --gpu h100 --gpus 8 --tp 8 --bsz 4 --seq-len 8192 --pt-compile --trainer"
+    shown, hidden = (
+        estimated(flags, f"torchtitan {more}")["parts_s"]["tokens between ranks"]
+        for more in ("", "hide=tp")
+    )
+    # Of qkv and out, whose matmuls are 0.4 and 0.3 of an exchange, more than half; of the MLP's none.
+    assert 0.3 < hidden / shown < 0.5
+
+
+def test_exchanges_beside_computation_cost_it_less_where_cards_are_slow():
+    work = work_of("llama-3.1-8b.json --bsz 4 --seq-len 8192 --pt-compile", "train_fsdp.py", 64)
+    lost, c = [], H100.constants
+    for nic in (50, 5):
+        parts = estimate_speed(work, dataclasses.replace(H100, nic_gb_per_s=nic)).parts
+        computed = sum(parts[x] for x in ("matmuls", "attention", "memory-bound"))
+        beside = parts["beside communication"] - c.beside_communication * computed
+        lost.append(beside / parts["hidden communication"])
+        rate = min(361, 8 * nic * c.network) * 1e9  # bytes a second on the bus
+        assert lost[-1] == pytest.approx(c.beside_bytes * rate / H100.memory_rate, rel=0.2)
+    assert lost[1] < 0.2 * lost[0]
+
+
+def test_what_a_trainer_cannot_overlap_adds_up(estimated):
+    flags = "configs/llama-3.1-70b.json --gpu mi355x --gpus 64 --bsz 2 --seq-len 4096 --pt-compile"
+    hides, waits = (estimated(flags, f"--trainer maxtext overlaps={x}") for x in ("true", "false"))
+    beside, none = (made["parts_s"]["beside communication"] for made in (hides, waits))
+    longer = hides["parts_s"]["hidden communication"] - beside
+    assert waits["step_s"] - hides["step_s"] == pytest.approx(longer, rel=0.1) and none == 0
+
+
+def test_the_host_launches_a_recomputed_forward_too(estimated):
+    """Small layers of Transformer Engine wait for it; CUDA graphs do not."""
+    flags = "configs/gpt2-125m.json --gpu h100 --bsz 1 --seq-len 512 --trainer megatron-lm"
+    once, again, graphs = (
+        estimated(flags, x)["step_s"] for x in ("", "--sac-freq 1/1", "graphs=part")
+    )
+    assert again == pytest.approx(4 / 3 * once, rel=0.1) and graphs < 0.3 * once
 
 
 def test_verdicts_on_memory_are_right_in_nineteen_of_twenty():
@@ -386,7 +440,7 @@ class Recorder(Clock):
 
     def run(self, group, stream, seconds, after=0.0):
         end = super().run(group, stream, seconds, after)
-        used = "compute" if self.one_stream else stream
+        used = "compute" if stream in self.merged else stream
         vars(self).setdefault("events", []).append(Event(group, used, end - seconds, end))
         return end
 
@@ -394,7 +448,8 @@ class Recorder(Clock):
 def timeline(work, gpu) -> tuple[list[Event], float]:
     """All events of a step, and its seconds; an estimate lays out a few and repeats the last ones."""
     pieces = [speed_model.group_pieces(work, gpu, group)[0] for group in range(work.parallelism.pp)]
-    clock, slowest = Recorder(gpu.platform == "cpu"), speed_model.slowest_node(work, gpu)
+    merged = ("network", "send") if gpu.platform == "cpu" else ()
+    clock, slowest = Recorder(merged), speed_model.slowest_node(work, gpu)
     seconds = lay_out(work, pieces, clock).seconds
     events = [e for e in clock.events if e.end_s > e.start_s]
     events = [e._replace(start_s=e.start_s * slowest, end_s=e.end_s * slowest) for e in events]
@@ -409,12 +464,13 @@ def test_a_step_of_many_micro_batches_is_as_its_events(setting):
     seq_len = 4096 if model.startswith("llama") else 1024
     compiled = "" if model == "cs336-medium" else "--pt-compile"
     work = work_of(f"{model}.json --seq-len {seq_len} {compiled} {flags}", script, int(gpus))
-    estimate = estimate_speed(work, H100)
+    gpu = dataclasses.replace(H100, fitted=H100.fitted | {"beside_bytes": 0.0})  # it comes on top
+    estimate = estimate_speed(work, gpu)
     parts = estimate.parts | {"hidden communication": 0.0}
     assert min(parts.values()) >= 0
     assert sum(parts.values()) == pytest.approx(estimate.step_s, rel=1e-6)
     assert compiled or parts["waiting for the host"] > 0.1 * estimate.step_s
-    events, seconds = timeline(work, H100)
+    events, seconds = timeline(work, gpu)
     assert seconds == pytest.approx(estimate.step_s, rel=1e-3)
     assert max(e.end_s for e in events) == pytest.approx(seconds)
     free = collections.defaultdict(float)

@@ -49,7 +49,7 @@ class Hardware:
     ring_gb_per_s: Rate = 20.0
     nic_gb_per_s: Rate = 12.5
     peer_gb_per_s: Rate | None = None
-    """One way, of a pair of GPUs whose links to others are no use to it; None: `ring_gb_per_s`."""
+    """One way, of a pair of GPUs whose links to others are no use to it; None: a switch joins all."""
     host_gb_per_s: Rate = 32.0
     """Of the link to the host, one way: PCIe 3, 4 and 5 with 16 lanes have 16, 32 and 64."""
     measured_bf16_tflops: Rate | None = None

@@ -323,7 +323,7 @@ def scaled(gpu: Hardware, factor: float) -> Hardware:
     """
     now = gpu.constants
     rates = {"level": now.level * factor, "bandwidth": now.bandwidth * factor}
-    less = ("launch_s", "tflop_joules", "low_tflop_joules", "gb_joules")
+    less = ("launch_s", "launch_eager_s", "tflop_joules", "low_tflop_joules", "gb_joules")
     rates |= {name: getattr(now, name) / factor for name in less}
     return dataclasses.replace(gpu, fitted=gpu.fitted | rates)
 

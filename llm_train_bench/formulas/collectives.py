@@ -320,6 +320,10 @@ def _scales_reduced(work: Work, layer: int) -> Iterator[tuple[bool, int, str]]:
                 yield each
 
 
+# Part of their links' rate that collectives of GPUs reach (stas00/ml-engineering network, 2026-08).
+OF_LINKS = 0.8
+
+
 def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hardware) -> float:
     """Seconds of a collective of `size` bytes (the whole tensor) over neighbouring ranks.
 
@@ -330,11 +334,13 @@ def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hard
     if ranks == 1 or not size:
         return 0.0
     c, inside, nodes = gpu.constants, min(ranks, per_node), math.ceil(ranks / per_node)
+    bus = gpu.ring_gb_per_s
+    if gpu.peer_gb_per_s and inside > 1:  # links to the others of the node are idle
+        bus = min(bus, OF_LINKS * (inside - 1) * gpu.peer_gb_per_s)
     if kind == "all_to_all":
         away = size * (ranks - inside) / ranks / (c.all_to_all * gpu.nic_gb_per_s * 1e9)
-        near = size * (inside - 1) / ranks / (gpu.ring_gb_per_s * 1e9)
+        near = size * (inside - 1) / ranks / (bus * 1e9)
         return c.latency_s + (nodes > 1) * c.latency_node_s + max(away, near)
-    bus = gpu.ring_gb_per_s
     if nodes > 1:
         bus = min(bus, c.network * gpu.nic_gb_per_s * (ranks % per_node or per_node))
     latency = c.latency_s + nodes * (inside - 1) * c.latency_gpu_s + (nodes - 1) * c.latency_node_s
@@ -406,5 +412,6 @@ def send_time(work: Work, gpu: Hardware) -> float:
     """Seconds to hand the residual stream of a micro batch to the next stage of a pipeline."""
     c, near = gpu.constants, work.world <= gpu.per_node
     size = work.own_tokens * work.config.hidden_size * work.matmul_bytes
-    rate = gpu.ring_gb_per_s if near else c.network * gpu.nic_gb_per_s
+    pair = gpu.peer_gb_per_s or gpu.ring_gb_per_s
+    rate = min(pair, gpu.ring_gb_per_s) if near else c.network * gpu.nic_gb_per_s
     return c.latency_s + (0 if near else c.latency_node_s) + size / (rate * 1e9)

@@ -28,7 +28,7 @@ from llm_train_bench.formulas.flops import (
 from llm_train_bench.formulas.memory_model import offloaded_bytes, states_kept
 from llm_train_bench.formulas.step_events import Pieces, step_seconds
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike, block_parameters
-from llm_train_bench.model.weights import sharded_dimension
+from llm_train_bench.model.weights import Weight, sharded_dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,26 +51,44 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
     """
     groups = [group_pieces(work, gpu, group) for group in range(work.parallelism.pp)]
     pieces = [piece for piece, _ in groups]
-    laid = step_seconds(work, pieces, gpu.platform == "cpu")
+    merged = () if work.trainer.overlaps else ("network",)
+    if gpu.platform == "cpu":  # exchanges take the cores that compute
+        merged = "network", "send"
+    laid = step_seconds(work, pieces, merged)
     micro_steps, slowest = work.batch.grad_acc_steps, slowest_node(work, gpu)
     pace = max(range(work.parallelism.pp), key=lambda group: pieces[group].computing)
     idle = laid.seconds - micro_steps * pieces[pace].computing - pieces[pace].optimizer
     idle = idle if idle > 1e-12 else 0.0  # below a picosecond it is rounding
     exposed = min(idle, laid.exposed) if work.parallelism.pp > 1 else idle
-    hidden = laid.network - exposed
+    hidden = 0.0 if merged or laid.network - exposed < 1e-12 else laid.network - exposed
+    beside = hidden * _slowing(work, gpu, pieces[pace].network, pace)
     parts = {name: micro_steps * seconds for name, seconds in groups[pace][1].items()}
+    parts["beside communication"] += beside
     parts |= {
         "optimizer": pieces[pace].optimizer,
         "pipeline bubble": idle - exposed,
         "exposed communication": exposed,
-        "hidden communication": hidden if hidden > 1e-12 else 0.0,
-        "slowest node": laid.seconds * (slowest - 1),
+        "hidden communication": hidden,
+        "slowest node": (laid.seconds + beside) * (slowest - 1),
     }
-    joules = step_joules(work, gpu, parts["memory-bound"] + parts["optimizer"])
+    optimizer = max(0.0, parts["optimizer"] - _muon_time(work, gpu))
+    joules = step_joules(work, gpu, parts["memory-bound"] + optimizer)
     limited = joules / max(1.0, gpu.tdp_w - gpu.constants.waiting_w)
-    step_s = laid.seconds * slowest
+    step_s = (laid.seconds + beside) * slowest
     parts["power limit"] = max(0.0, limited - step_s)
     return SpeedEstimate(max(step_s, limited), parts)
+
+
+def _slowing(work: Work, gpu: Hardware, network_s: float, pp_rank: int) -> float:
+    """What computation loses beside collectives of weights, as a part of their time.
+
+    It is by the memory bandwidth that they take, which is less where cards between nodes are slow.
+    """
+    c, nic = gpu.constants, max(gpu.nic_gb_per_s, gpu.ring_gb_per_s / gpu.constants.network)
+    fast = dataclasses.replace(gpu, nic_gb_per_s=nic, peer_gb_per_s=None)
+    least_s = Pieces({}, {}, 0.0, 0.0, **_exchanges(work, fast, pp_rank)).network
+    moved = c.beside_bytes * gpu.ring_gb_per_s * 1e9 * least_s
+    return moved / (gpu.memory_rate * network_s) if network_s else 0.0
 
 
 def step_joules(work: Work, gpu: Hardware, memory_s: float) -> float:
@@ -86,7 +104,7 @@ def step_joules(work: Work, gpu: Hardware, memory_s: float) -> float:
     widths = attention_width(config) / work.parallelism.tp
     for layer in work.layers_of(0):
         if config.layers[layer].attends:
-            keys = attended_keys(work.batch.lengths, config.layers[layer].window, causal=True)
+            keys = _keys(work, layer)
             again = layer in work.recompute.blocks and work.recompute.policy == "block"
             passes = (3.5 if work.trains else 1) + again
             total += work.batch.grad_acc_steps * work.gathered_tokens * widths * keys * passes
@@ -125,9 +143,10 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
     head = head_time(work, gpu) if last else (0.0, 0.0)
     memory, held = _weights_time(work, gpu, pp_rank)
     time = PartTime(times[0] + head[0], times[1], times[2] + head[1] + memory)
-    moves = _moves(work, time, collectives.token_time(work, gpu, pp_rank))
+    hidden = _hidden_part(work, layers, gpu) if "tp" in work.trainer.hide else 0.0
+    moves = _moves(work, time, collectives.token_time(work, gpu, pp_rank), hidden)
     compute = sum(time)
-    communicates = work.world > 1 and (work.fsdp or work.trains)
+    communicates = work.world > 1 and (work.fsdp or work.trains) and work.trainer.overlaps
     beside = compute * c.beside_communication * bool(communicates)
     # Copies to the host run beside the forward, and those back beside the backward.
     sent = offloaded_bytes(work, layers) / (gpu.host_gb_per_s * c.network * 1e9)
@@ -159,22 +178,23 @@ def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[
 
 def _launching(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
     """Seconds in which the host launches a micro batch's kernels."""
-    c, modules, config = gpu.constants, work.trainer.modules, work.config
+    c, config, trainer = gpu.constants, work.config, work.trainer
     kernels = c.kernels_compiled if work.compiled else c.kernels_eager
-    routing: float = c.kernels_routing
-    if modules and config.experts:
-        routing = c.kernels_fused if work.trainer.fused_routing else c.kernels_modules
-        routing *= work.trainer.graphs == "none"
-        # A loop in C++ launches those of experts.
-        each = c.kernels_expert_low if work.fp8 else c.kernels_expert
-        of_experts = each * config.experts.number / work.parallelism.ep
-        routing += of_experts * c.launch_s / c.launch_eager_s
-    each = c.launch_s
-    if not c.serial_host and (modules or not work.compiled):
+    routing, each = c.kernels_routing, c.launch_s
+    if not c.serial_host and (trainer.modules or not work.compiled):
         each = c.launch_eager_s
-    if work.cuda_graphs or work.trainer.graphs == "full":
-        kernels, routing = 3, 0
-    passes = 1 if work.trains else 1 / 3
+    if trainer.modules:
+        kernels = c.kernels_te_low if work.fp8 else c.kernels_te
+        routing = c.kernels_fused if trainer.fused_routing else c.kernels_modules
+        if trainer.graphs != "none":
+            kernels = routing = 0.0
+        if config.experts:  # a loop in C++ launches those of experts
+            number = config.experts.number / work.parallelism.ep * c.launch_s / c.launch_eager_s
+            routing += number * (c.kernels_expert_low if work.fp8 else c.kernels_expert)
+    if work.cuda_graphs or trainer.graphs == "full":
+        kernels, routing = 3.0, 0.0
+    again = len(work.recompute.blocks) / len(work.layers) * (work.recompute.policy == "block")
+    passes = (3 + again) / 3 if work.trains else 1 / 3
     blocks = (len(layers) + 2) * (kernels * passes + (20 if work.fsdp else 0))
     routers = sum(config.layers[i].mlp == "experts" for i in layers)
     return each * (blocks + routers * routing * passes)
@@ -201,19 +221,31 @@ def _exchanges(work: Work, gpu: Hardware, pp_rank: int) -> dict[str, Any]:
     }
 
 
-def _moves(work: Work, time: "PartTime", moves: dict[str, float]) -> float:
+def _hidden_part(work: Work, layers: Sequence[int], gpu: Hardware) -> float:
+    """The part of tp's exchanges that fits beside the matmuls that need, or make, what they move."""
+    tokens, tp, hidden, whole = work.gathered_tokens, work.parallelism.tp, 0.0, 0.0
+    for same in alike(work, layers):
+        for weight in work.config.matrices[same[0]]:
+            if weight.split is not None and not weight.of_experts:
+                n, k = weight.shard(work.parallelism).sizes
+                size = tokens * (k if n < weight.shape[0] else n) * work.matmul_bytes
+                moved = collectives.collective_time("all_gather", size, tp, gpu.per_node, gpu)
+                beside = matmul_time(work, tokens, n, k, _converted(work, weight), gpu)
+                hidden += len(same) * min(moved, beside)
+                whole += len(same) * moved
+    return hidden / whole if whole else 0.0
+
+
+def _moves(work: Work, time: "PartTime", moves: dict[str, float], hidden: float) -> float:
     """Seconds of exchanges of tokens that are not hidden behind computation.
 
     Hidden tp goes in as many parts as there are ranks, of which the first waits (Wang et al. 2023,
     Overlap communication with dependent computation via decomposition); cp behind attention, as a ring.
     """
-    behind = {"tp": time.matmuls, "cp": time.attention, "ep": sum(time), "beside": time.matmuls / 3}
-    shown = 0.0
-    for name, seconds in moves.items():
-        first = seconds / work.parallelism.tp if name == "tp" else 0.0
-        rest = max(0.0, seconds - first - behind[name])
-        shown += first + rest if name in ("beside", *work.trainer.hide) else seconds
-    return shown
+    tp, free = work.parallelism.tp, ("beside", *work.trainer.hide)
+    behind = {"cp": time.attention, "ep": sum(time), "beside": time.matmuls / 3}
+    behind["tp"] = moves["tp"] * (1 - 1 / tp) * hidden
+    return sum(max(0.0, moves[name] - (name in free) * behind[name]) for name in moves)
 
 
 def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
@@ -350,16 +382,17 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
     rate *= 1e12 * _level(work, gpu) * c.sustained * efficiency
     seconds = max(2 * m * n * k / rate, moved / gpu.memory_rate)
+    scale = 0 if recipe == "delayed" else 2  # whose scales are of steps before
     if fp8 and work.trainer.modules:
         # Other kernels write inputs in 8 bits. Of the three matmuls, gradients are read once and written
         # in both orientations; weights are read for their scale, read and written, once a step.
-        cast = (m * n * (2 + 2) + k * n * (2 + 2 + 1) / work.batch.grad_acc_steps) / 3
+        cast = (m * n * (2 + 2) + k * n * (scale + 2 + 1) / work.batch.grad_acc_steps) / 3
         seconds += cast / gpu.memory_rate
     elif fp8:
         # Both inputs are read for their scale, then read and written in 8 bits. Rowwise scaling
         # does so twice: the backward needs them scaled along the other side.
         passes = 2 if recipe.startswith("rowwise") else 1
-        seconds += passes * (m * k + k * n) * (2 + 2 + 1) / gpu.memory_rate
+        seconds += passes * (m * k + k * n) * (scale + 2 + 1) / gpu.memory_rate
     return seconds
 
 
@@ -367,13 +400,17 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
 GROUPED_ROWS = 128
 
 
+def _converted(work: Work, weight: Weight) -> bool:
+    """Whether a weight's matmuls are in FP8."""
+    every = work.trainer.modules and not weight.stays_exact
+    return work.fp8 is not None and (every or weight.module in work.fp8.layers)
+
+
 def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float, float]:
     """Forward seconds of a block's matmuls, of its MLP's, and of the last; a backward takes two."""
-    low = work.fp8.layers if work.fp8 else ()
-    every = bool(work.fp8) and work.trainer.modules
     seconds = mlp = last = 0.0
     for weight in work.config.matrices[layer]:
-        converted = weight.module in low or (every and not weight.stays_exact)
+        converted = _converted(work, weight)
         if not weight.of_experts:
             n, k = weight.shard(work.parallelism).sizes
             # What every tp rank has whole sees its own tokens.
@@ -397,6 +434,13 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float,
 FLASH1 = 0.55
 
 
+def _keys(work: Work, layer: int) -> float:
+    """Keys that a query is multiplied with, in the mean: all by plain attention, with a mask."""
+    if work.attention.causal == "math":
+        return work.batch.seq_len
+    return attended_keys(work.batch.lengths, work.config.layers[layer].window, causal=True)
+
+
 def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Seconds of a layer's attention, or of its states in fp32; forward and backward."""
     config, amp, c, tp = work.config, work.amp, gpu.constants, work.parallelism.tp
@@ -410,8 +454,7 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     kernel = work.trainer.attention
     cudnn = c.cudnn_forward and amp != "off" and work.attention.causal in ("auto", "cudnn")
     cudnn = cudnn and kernel == "auto"
-    window = spec.window
-    keys = attended_keys(work.batch.lengths, window, causal=True)
+    window, keys = spec.window, _keys(work, layer)
     flops = work.gathered_tokens * attention_width(config) * keys / tp
     if cudnn and not work.batch.documents and (window is None or window >= work.batch.seq_len):
         parts = c.cudnn_forward, c.cudnn_backward
@@ -441,12 +484,16 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
     a, kv = config.query_size / tp, work.kv_size
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
     # Plain: to fp32, square, mean, scale, back, weigh: 34 bytes of a number in bf16.
-    eager = 3 + (2 if work.trainer.norms == "fused" else 17)
-    norms = spec.norms * (4 if work.compiled else eager) * d
+    alone = 2 if work.trainer.norms == "fused" else 17
+    norms = spec.norms * (4 if work.compiled else 3 + alone) * d
     norms /= 1.0 if config.rms_norm else layer_norms
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
     gated = 3 if work.compiled else 5
     heads = 0 if spec.rope is None else rope * (a + kv)
+    if config.qk_norm and not (
+        work.compiled and not work.trainer.modules
+    ):  # else one with rotating
+        heads += alone * (a + kv)
     heads += 3 * a * config.output_gate
     if m := config.latent:  # a share of each head turns; queries and keys are put together
         size = config.num_attention_heads / tp

@@ -9,7 +9,7 @@ one more is that of the last ones laid out.
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from llm_train_bench.formulas.work import Work
@@ -39,6 +39,11 @@ class Pieces:
         """Seconds of computation of a micro batch."""
         return sum(self.forward.values()) + sum(self.backward.values()) + self.head
 
+    @property
+    def network(self) -> float:
+        """Seconds of collectives of weights and gradients, each counted once."""
+        return sum(map(sum, self.units.values())) + self.buckets * self.bucket_s + self.after
+
 
 class Laid(NamedTuple):
     """Seconds of a step; of its collectives of weights and gradients; and when no group computes."""
@@ -51,14 +56,14 @@ class Laid(NamedTuple):
 class Clock:
     """When each stream of each group is free, and how long it was busy."""
 
-    def __init__(self, one_stream: bool):
-        self.one_stream = one_stream  # a CPU, where exchanges take the cores that compute
+    def __init__(self, merged: Collection[str] = ()):
+        self.merged = merged  # the streams whose events wait for computation, and it for them
         self.free: dict[tuple[int, str], float] = defaultdict(float)
         self.busy: dict[tuple[int, str], float] = defaultdict(float)
 
     def run(self, group: int, stream: str, seconds: float, after: float = 0.0) -> float:
         """Put an event on a stream, no earlier than `after`; returns its end."""
-        key = group, ("compute" if self.one_stream else stream)
+        key = group, ("compute" if stream in self.merged else stream)
         self.free[key] = max(after, self.free[key]) + seconds
         self.busy[group, stream] += seconds
         return self.free[key]
@@ -75,18 +80,18 @@ def lay_out(work: Work, pieces: list[Pieces], clock: Clock) -> Laid:
     return Laid(end, network, exposed)
 
 
-def step_seconds(work: Work, pieces: list[Pieces], one_stream: bool) -> Laid:
+def step_seconds(work: Work, pieces: list[Pieces], merged: Collection[str]) -> Laid:
     """The seconds of a step of any number of micro batches."""
     number, pp = work.batch.grad_acc_steps, work.parallelism.pp
     rounds = _round_of(work) if work.parallelism.virtual > 1 else pp
     # A pipeline is in its stride once all groups have work, two rounds on.
     most = (2 if pp == 1 else 3) * rounds + number % rounds
     if number <= most + rounds:
-        return lay_out(work, pieces, Clock(one_stream))
+        return lay_out(work, pieces, Clock(merged))
 
     def laid(n: int) -> Laid:
         batch = dataclasses.replace(work.batch, grad_acc_steps=n)
-        return lay_out(dataclasses.replace(work, batch=batch), pieces, Clock(one_stream))
+        return lay_out(dataclasses.replace(work, batch=batch), pieces, Clock(merged))
 
     fewer, more = laid(most), laid(most + rounds)
     times = (number - most - rounds) / rounds

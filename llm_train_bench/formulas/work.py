@@ -186,6 +186,8 @@ class Trainer:
     """
     prefetch: bool = True
     """Whether backward gathers a block's weights while the block before computes."""
+    overlaps: bool = True
+    """Whether collectives of weights and gradients run beside computation."""
     hide: tuple[str, ...] = ()
     """`tp`, `cp`, `ep`: whose exchanges run beside computation."""
     rows_once: bool = False
@@ -344,7 +346,8 @@ class Work:
     def reduce_bytes(self) -> int:
         """Bytes of a reduced gradient's number."""
         options = self.fsdp or self.ddp
-        return 2 if options and options.reduce_dtype == "bf16" else 4
+        low = self.trainer.weights == "master-bf16"  # Megatron and DeepSpeed reduce what they keep
+        return 2 if low or (options and options.reduce_dtype == "bf16") else 4
 
     @property
     def weight_bytes(self) -> int:
