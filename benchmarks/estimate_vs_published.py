@@ -267,6 +267,7 @@ def tables() -> dict[str, str]:
     samples["LoRA"] = published_rows("lora")
     sums = [[name, *line_of(errors(rows))] for name, rows in samples.items()]
     groups = grouped(held, lambda row: (*range_group(row), format_of(row)))
+    groups = {key: values for key, values in groups.items() if len(values) >= VALIDATED}
     ranges = [[", ".join(key), *line_of(values)] for key, values in groups.items()]
     worst = sorted(zip(errors(held), held, strict=True), key=lambda x: -abs(math.log(1 + x[0])))
     why = lambda row: row.get("why") or row.get("doubt", "unknown")  # noqa: E731
