@@ -139,7 +139,7 @@ def checked(tmp_path, names=("gpt2-125m-bf16",), reached=(), at_least=0.9, **opt
 
 def test_references_measured_before_published_before_estimated(tmp_path):
     names = ("gpt2-125m-bf16", "gpt2-1.5b-fp8")
-    c = checked(tmp_path, names)
+    c = checked(tmp_path, names, at_least=0.97)  # within the range of an estimate
     estimated, published = (f.reference for f in c.figures)
     assert estimated.kind == "estimated" and estimated.low < estimated.value < estimated.high
     assert published.kind == "published" and published.value == 61_200
