@@ -267,8 +267,7 @@ def tables() -> dict[str, str]:
     samples["LoRA"] = published_rows("lora")
     sums = [[name, *line_of(errors(rows))] for name, rows in samples.items()]
     groups = grouped(held, lambda row: (*range_group(row), format_of(row)))
-    groups = {key: values for key, values in groups.items() if len(values) >= VALIDATED}
-    ranges = [[", ".join(key), *line_of(values)] for key, values in groups.items()]
+    ranges = [[", ".join(key), *line_of(v)] for key, v in groups.items() if len(v) >= VALIDATED]
     worst = sorted(zip(errors(held), held, strict=True), key=lambda x: -abs(math.log(1 + x[0])))
     why = lambda row: row.get("why") or row.get("doubt", "unknown")  # noqa: E731
     ten = [[f"{e:+.0%}", setting_of(r).partition(", T ")[0], why(r)] for e, r in worst[:10]]

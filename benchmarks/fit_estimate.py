@@ -32,8 +32,7 @@ from llm_train_bench.formulas.work import Work
 # Where constants start, and their ranges; and the spread of levels, of rows and of sources (of
 # logarithms). All were chosen beforehand. `launch_grace_s` is `launch_eager_s` of devices with that CPU.
 # Bandwidth: copies reach 79 % on an MI300X (ROCm's acceptance), 92 % on H200 and B200 (NVIDIA/cccl).
-# Beside collectives, computation was 19 % slower in the mean, and 40 % at most (arXiv 2507.03114):
-# on an H100, 1.4 and 3 bytes of memory traffic for each of theirs.
+# Beside collectives: 19 % slower in the mean, 40 % at most (arXiv 2507.03114); 1.4, 3 bytes on an H100.
 RANGES = {
     "bandwidth": (0.85, 0.79, 0.92),
     "kernels_te": (140.0, 40, 400),

@@ -80,10 +80,7 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
 
 
 def _slowing(work: Work, gpu: Hardware, network_s: float, pp_rank: int) -> float:
-    """What computation loses beside collectives of weights, as a part of their time.
-
-    It is by the memory bandwidth that they take, which is less where cards between nodes are slow.
-    """
+    """The part of collectives' time that computation beside them loses, by the bandwidth they take."""
     c, nic = gpu.constants, max(gpu.nic_gb_per_s, gpu.ring_gb_per_s / gpu.constants.network)
     fast = dataclasses.replace(gpu, nic_gb_per_s=nic, peer_gb_per_s=None)
     least_s = Pieces({}, {}, 0.0, 0.0, **_exchanges(work, fast, pp_rank)).network
