@@ -292,11 +292,8 @@ def test_few_keys_slow_attention_down_where_tensor_cores_compute(amp, kernel, lo
 def test_two_of_eight_meshed_gpus_use_one_of_their_seven_links():
     """A pair of MI300X, or of the four of a board, has its own link; an H100 has a switch."""
     board = dataclasses.replace(H100, per_node=4, peer_gb_per_s=150)
-    for gpu, rates in (
-        (find_hardware("mi300x"), (51, 305)),
-        (board, (120, 360)),
-        (H100, (361, 361)),
-    ):
+    mi300x = find_hardware("mi300x")
+    for gpu, rates in ((mi300x, (51, 305)), (board, (120, 360)), (H100, (361, 361))):
         for n, rate in zip((2, gpu.per_node), rates, strict=True):
             seconds = collective_time("all_gather", 1e10, n, gpu.per_node, gpu)
             assert 10 * (n - 1) / n / seconds == pytest.approx(rate, rel=0.01)
@@ -337,9 +334,8 @@ def test_what_a_trainer_cannot_overlap_adds_up(estimated):
 def test_the_host_launches_a_recomputed_forward_too(estimated):
     """Small layers of Transformer Engine wait for it; CUDA graphs do not."""
     flags = "configs/gpt2-125m.json --gpu h100 --bsz 1 --seq-len 512 --trainer megatron-lm"
-    once, again, graphs = (
-        estimated(flags, x)["step_s"] for x in ("", "--sac-freq 1/1", "graphs=part")
-    )
+    choices = "", "--sac-freq 1/1", "graphs=part"
+    once, again, graphs = (estimated(flags, x)["step_s"] for x in choices)
     assert again == pytest.approx(4 / 3 * once, rel=0.1) and graphs < 0.3 * once
 
 

@@ -81,11 +81,11 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
 
 def _slowing(work: Work, gpu: Hardware, network_s: float, pp_rank: int) -> float:
     """The part of collectives' time that computation beside them loses, by the bandwidth they take."""
-    c, nic = gpu.constants, max(gpu.nic_gb_per_s, gpu.ring_gb_per_s / gpu.constants.network)
+    nic = max(gpu.nic_gb_per_s, gpu.ring_gb_per_s / gpu.constants.network)
     fast = dataclasses.replace(gpu, nic_gb_per_s=nic, peer_gb_per_s=None)
     least_s = Pieces({}, {}, 0.0, 0.0, **_exchanges(work, fast, pp_rank)).network
-    moved = c.beside_bytes * gpu.ring_gb_per_s * 1e9 * least_s
-    return moved / (gpu.memory_rate * network_s) if network_s else 0.0
+    traffic = gpu.constants.beside_bytes * gpu.ring_gb_per_s * 1e9 * least_s
+    return traffic / (gpu.memory_rate * network_s) if network_s else 0.0
 
 
 def step_joules(work: Work, gpu: Hardware, memory_s: float) -> float:
@@ -239,10 +239,10 @@ def _moves(work: Work, time: "PartTime", moves: dict[str, float], hidden: float)
     Hidden tp goes in as many parts as there are ranks, of which the first waits (Wang et al. 2023,
     Overlap communication with dependent computation via decomposition); cp behind attention, as a ring.
     """
-    tp, free = work.parallelism.tp, ("beside", *work.trainer.hide)
+    kinds = ("beside", *work.trainer.hide)
     behind = {"cp": time.attention, "ep": sum(time), "beside": time.matmuls / 3}
-    behind["tp"] = moves["tp"] * (1 - 1 / tp) * hidden
-    return sum(max(0.0, moves[name] - (name in free) * behind[name]) for name in moves)
+    behind["tp"] = moves["tp"] * (1 - 1 / work.parallelism.tp) * hidden
+    return sum(max(0.0, s - behind[k]) if k in kinds else s for k, s in moves.items())
 
 
 def _optimizer_time(work: Work, numbers: float, gpu: Hardware) -> float:
@@ -487,9 +487,7 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
     gated = 3 if work.compiled else 5
     heads = 0 if spec.rope is None else rope * (a + kv)
-    if config.qk_norm and not (
-        work.compiled and not work.trainer.modules
-    ):  # else one with rotating
+    if config.qk_norm and (work.trainer.modules or not work.compiled):  # else one with rotating
         heads += alone * (a + kv)
     heads += 3 * a * config.output_gate
     if m := config.latent:  # a share of each head turns; queries and keys are put together
