@@ -18,6 +18,7 @@ from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.sharded import materialize
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, family_of, find_hardware
+from llm_train_bench.estimate.predict import speed_factor
 from llm_train_bench.formulas import memory_model, speed_model
 from llm_train_bench.formulas.collectives import collective_time, rank_weights, traffic
 from llm_train_bench.formulas.flops import step_flops_per_token
@@ -337,6 +338,12 @@ def test_the_host_launches_a_recomputed_forward_too(estimated):
     choices = "", "--sac-freq 1/1", "graphs=part"
     once, again, graphs = (estimated(flags, x)["step_s"] for x in choices)
     assert again == pytest.approx(4 / 3 * once, rel=0.1) and graphs < 0.3 * once
+
+
+def test_a_run_that_waits_for_the_host_can_be_calibrated():
+    work = work_of("gpt2-125m.json --bsz 1")
+    measured = 0.8 * estimate_speed(work, H100).step_s
+    assert speed_factor(work, H100, measured) == pytest.approx(1.25, rel=0.01)
 
 
 def test_verdicts_on_memory_are_right_in_nineteen_of_twenty():
