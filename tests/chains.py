@@ -67,7 +67,7 @@ class Job:
 
     def __init__(self, kind: str, layout: str, argv: list[str], log: Path, restarts=0, **env: str):
         script, world, *flags = layout.split()
-        flags += ["--dist-timeout", "15"] if world != "1" else []
+        flags += ["--dist-timeout", "45"] if world != "1" else []
         command, port = [script, *argv, *flags], str(free_port())
         own = [sys.executable, *command]
         if kind == "script" or world == "1":
