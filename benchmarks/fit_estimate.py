@@ -7,19 +7,19 @@ architecture, times that of the device, of the trainer, and of the trainer on th
 drawn towards 1 as far as rows do not say otherwise (a Gaussian prior on logarithms). A row counts by the
 logarithm of Student's t, so that one whose source leaves something out decides little; rows of one source
 are worth less together. Rows with `split: hold` are never read, nor those marked `incomplete`. `--write`
-puts the values into configs/hardware.json and configs/trainers.json. Needs no torch and no GPU.
+puts the values into configs/hardware.json and configs/trainers.json. Needs numpy, no torch and no GPU.
 """
 
 import argparse
 import collections
 import dataclasses
-import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -53,8 +53,8 @@ RANGES = {
 WIDE, NARROW, SEVERAL = 0.3, 0.05, 2
 ROW, SOURCE = 0.10, 0.09
 GRACE = ("GB", "GH")
-# Values are rounded to so many digits, so that another machine finds the same.
-DIGITS = 3
+# Factor that shows a slope. Values are rounded to so many digits, so that another machine finds the same.
+STEP, DIGITS = 1.03, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,8 @@ def fitting_steps() -> list[Step]:
     return steps
 
 
-def loss_of(step: Step, values: dict[str, float]) -> float:
-    """Student's logarithm of a row's error [standard deviations], times what the row is worth."""
+def error_of(step: Step, values: dict[str, float]) -> float:
+    """The logarithm of a row's estimated speed over its published one."""
     common = {name: values[name] for name in RANGES}
     grace = common.pop("launch_grace_s")
     if step.gpu.name.startswith(GRACE):
@@ -91,9 +91,27 @@ def loss_of(step: Step, values: dict[str, float]) -> float:
     device, trainer = (math.prod(values[x] for x in step.levels[i : i + 2]) for i in (0, 2))
     gpu = dataclasses.replace(step.gpu, fitted=step.gpu.fitted | common | {"level": device})
     by = dataclasses.replace(step.work.trainer, levels=(("", trainer),))
-    work = dataclasses.replace(step.work, trainer=by)
-    error = predicted(step.row, work, gpu) / step.row["tokens_per_sec_per_gpu"]
-    return step.weight * math.log1p((math.log(error) / ROW) ** 2 / 2)
+    speed = predicted(step.row, dataclasses.replace(step.work, trainer=by), gpu)
+    return math.log(speed / step.row["tokens_per_sec_per_gpu"])
+
+
+def errors_of(steps: list[Step], values: dict[str, float]) -> np.ndarray:
+    return np.array([error_of(step, values) for step in steps])
+
+
+def slopes_of(steps: list[Step], values: dict[str, float], errors: np.ndarray) -> np.ndarray:
+    """How the logarithm of each value moves each error: a row for each step, a column for each value."""
+    slopes = {name: np.zeros(len(steps)) for name in values}
+    for name in RANGES:
+        moved = errors_of(steps, values | {name: values[name] * STEP})
+        slopes[name] = (moved - errors) / math.log(STEP)
+    for place in (0, 2):  # both levels of a device have one slope, and so have those of a trainer
+        faster = values | {step.levels[place]: values[step.levels[place]] * STEP for step in steps}
+        moved = (errors_of(steps, faster) - errors) / math.log(STEP)
+        for i, step in enumerate(steps):
+            for name in step.levels[place : place + 2]:
+                slopes[name][i] = moved[i]
+    return np.column_stack(list(slopes.values()))
 
 
 def spreads_of(steps: list[Step]) -> dict[str, float]:
@@ -108,43 +126,44 @@ def spreads_of(steps: list[Step]) -> dict[str, float]:
     return found
 
 
-def prior_of(name: str, value: float, spreads: dict[str, float]) -> float:
-    """What a level costs by its distance from 1; constants have only their range."""
-    if name in RANGES:
-        _, low, high = RANGES[name]
-        return 0.0 if low <= value <= high else math.inf
-    return (math.log(value) / spreads[name]) ** 2 / 2
+def loss_of(errors: np.ndarray, logs: np.ndarray, weights: np.ndarray, pull: np.ndarray) -> float:
+    """Student's logarithm of each error, times what its row is worth, and what levels cost."""
+    return float(weights @ np.log1p((errors / ROW) ** 2 / 2) + pull @ logs**2 / 2)
+
+
+def least(curve: np.ndarray, slope: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Where x curve x / 2 + slope x is least within bounds: one coordinate after the other."""
+    x = np.zeros(len(slope))
+    for _ in range(200):
+        for i in range(len(x)):
+            x[i] = min(max(x[i] - (slope[i] + curve[i] @ x) / curve[i, i], low[i]), high[i])
+    return x
+
+
+def fit(steps: list[Step], values: dict[str, float], rounds: int = 6) -> dict[str, float]:
+    """The values with the least loss, by iteratively reweighted least squares on slopes (Gauss-Newton)."""
+    names, spreads = list(values), spreads_of(steps)
+    weights = np.array([step.weight for step in steps])
+    pull = np.array([0.0 if name in RANGES else spreads[name] ** -2 for name in names])
+    ends = [RANGES.get(name, (1, 1e-9, 1e9))[1:] for name in names]
+    low, high = np.log(ends).T
+    logs = np.log([values[name] for name in names])
+    at = lambda x: dict(zip(names, np.exp(x), strict=True))  # noqa: E731
+    for _ in range(rounds):
+        errors = errors_of(steps, at(logs))
+        slopes = slopes_of(steps, at(logs), errors)
+        move = np.zeros(len(names))
+        for _ in range(10):
+            worth = weights / (ROW**2 + (errors + slopes @ move) ** 2 / 2)
+            curve = slopes.T @ (worth[:, None] * slopes) + np.diag(pull + 1e-6)
+            move = least(curve, slopes.T @ (worth * errors) + pull * logs, low - logs, high - logs)
+        tries = [logs + part * move for part in (1, 1 / 2, 1 / 4, 1 / 8, 0)]
+        logs = min(tries, key=lambda x: loss_of(errors_of(steps, at(x)), x, weights, pull))
+    return {name: rounded(value) for name, value in at(logs).items()}
 
 
 def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
-
-
-def fit(
-    steps: list[Step], values: dict[str, float], names: Iterable[str] | None = None, sweeps: int = 8
-) -> dict[str, float]:
-    """The values with the least loss: one of `names` after the other is moved as long as that helps.
-
-    The factor by which it moves gets smaller with each sweep.
-    """
-    values, losses = dict(values), [loss_of(step, values) for step in steps]
-    spreads = spreads_of(steps)
-    for sweep in range(sweeps):
-        factor = 1 + 0.1 / 1.8**sweep
-        for name, move in itertools.product(names or list(values), (factor, 1 / factor)):
-            touched = [i for i, s in enumerate(steps) if name in (*RANGES, *s.levels)]
-            while True:
-                now = sum(losses[i] for i in touched) + prior_of(name, values[name], spreads)
-                tried = values | {name: rounded(values[name] * move)}
-                if (prior := prior_of(name, tried[name], spreads)) == math.inf:
-                    break
-                new = {i: loss_of(steps[i], tried) for i in touched}
-                if sum(new.values()) + prior >= now - 1e-4:
-                    break
-                values = tried
-                for i, loss in new.items():
-                    losses[i] = loss
-    return values
 
 
 def start_of(steps: list[Step]) -> dict[str, float]:
@@ -158,10 +177,9 @@ def main() -> None:
     args = parser.parse_args()
     steps = fitting_steps()
     values = start_of(steps)
-    before = sum(loss_of(step, values) for step in steps)
     values = fit(steps, values)
-    after = sum(loss_of(step, values) for step in steps)
-    print(f"{len(steps)} rows, loss {before:.1f} to {after:.1f}: {json.dumps(values, indent=1)}")
+    error = np.median(abs(np.expm1(errors_of(steps, values))))
+    print(f"{len(steps)} rows, median error {error:.1%}: {json.dumps(values, indent=1)}")
     if args.write:
         for path, changed in ((HARDWARE_FILE, of_devices), (TRAINERS_FILE, of_trainers)):
             path.write_text(changed(path.read_text(encoding="utf-8"), values), encoding="utf-8")

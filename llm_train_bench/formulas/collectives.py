@@ -242,7 +242,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
         for width in inputs:
             size = own * parallel.tp * width * w
             yield move("all_gather", 1 + repeats, size)
-            if work.keeps_shards:
+            if work.keeps_shards and work.trainer.sequence_parallel:
                 yield move("all_gather", back, size, beside=True)
             yield move("reduce_scatter", back, size, beside=work.keeps_shards)
         if mixes and config.whole_qk_norm:  # mean squares of queries and keys, in fp32

@@ -97,7 +97,7 @@ def estimate_memory(
         whole = (work.reduce_bytes if sizes.width == 2 else 4) * (sizes.root + sizes.blocks_here)
         lasting += whole - gradients
 
-    width, stream = sizes.width, work.matmul_bytes * work.config.hidden_size * work.own_tokens
+    width, stream = sizes.width, work.matmul_bytes * work.config.hidden_size * work.normed_tokens
     kept = _kept(work, work.layers, fused_norm) if train else stream
     if work.offload:
         host += kept
@@ -154,7 +154,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     layers, sizes = work.layers_of(pp_rank), _Sizes(work, pp_rank)
     parameters, gradients, optimizer = _lasting(work, sizes)
     stages = parallel.stages_of(pp_rank)
-    stream = w * config.hidden_size * work.own_tokens
+    stream = w * config.hidden_size * work.normed_tokens
     ends = len({0, parallel.stages - 1} & {*stages})
     # Streams that come from other groups, and their gradients, each micro batch in a buffer of its own.
     boundaries = batch.grad_acc_steps * stream * (2 * len(stages) - ends) * work.trains
@@ -340,9 +340,9 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     """
     config, w, d = work.config, work.matmul_bytes, work.config.hidden_size
     norms = config.layers[layer].norms
-    kept = norms * (w * d + 4 * (1 if config.rms_norm else 2)) * work.own_tokens
+    kept = norms * (w * d + 4 * (1 if config.rms_norm else 2)) * work.normed_tokens
     if config.rms_norm and not fused_norm and not work.compiled:
-        kept += norms * d * (8 - w) * work.own_tokens  # input and product in fp32
+        kept += norms * d * (8 - w) * work.normed_tokens  # input and product in fp32
     kept += _attention_kept(work, layer) + _mlp_kept(work, layer)
     if work.lora:  # only adapters need their inputs; they keep what they map down to
         own = [adapter for adapter in work.lora.adapters if adapter.frozen.layer == layer]
@@ -357,7 +357,8 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
 
 def _input_shards(work: Work) -> int:
     """How many ranks share the kept input of a layer that tp divides."""
-    return work.parallelism.tp if work.keeps_shards else 1
+    shared = work.keeps_shards and work.trainer.sequence_parallel
+    return work.parallelism.tp if shared else 1
 
 
 def _keeps_inputs(work: Work) -> bool:
@@ -525,7 +526,7 @@ def _passing_activations(work: Work, layer: int) -> float:
     rotated = 0 if config.layers[layer].rope is None else a + kv
     attention = (a + 2 * kv) + rotated + a + _blocks_kept(work)
     passing = max(mlp * tokens, attention * work.gathered_tokens)
-    return work.matmul_bytes * (3 * config.hidden_size * work.own_tokens + passing) + more
+    return work.matmul_bytes * (3 * config.hidden_size * work.normed_tokens + passing) + more
 
 
 def _sums_passing(work: Work) -> float:
@@ -549,7 +550,7 @@ def _block_kept(work: Work, layer: int, fused_norm: bool) -> float:
     if layer not in work.recompute.blocks:
         return block_activations(work, fused_norm, layer)
     if policy == "block":
-        return w * work.own_tokens * d
+        return w * work.normed_tokens * d
     if policy == "cheap":
         return block_activations(work, fused_norm, layer) - w * _cheap(work, layer)
     if policy == "mlp":
@@ -560,7 +561,7 @@ def _block_kept(work: Work, layer: int, fused_norm: bool) -> float:
     elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp
     elements += _blocks_kept(work)
     other = 4 * config.num_attention_heads / tp
-    kept = work.gathered_tokens * (w * elements + other) + w * work.own_tokens * (d + outputs)
+    kept = work.gathered_tokens * (w * elements + other) + w * work.normed_tokens * (d + outputs)
     if tp > 1 and not work.trainer.tp_shards:  # sums of which each rank has a part
         kept += w * work.gathered_tokens * 2 * d
     return kept

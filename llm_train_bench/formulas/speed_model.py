@@ -470,12 +470,17 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
 
 
+# Bytes that adding biases to experts' results moves of a number, in all passes: a product in fp32 with the
+# router's weight, its sum, torch.cat and a cast, and their gradients (Megatron-LM's experts.py, _apply_bias).
+BIASED = 64
+
+
 def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
     """Bytes that a block's forward moves outside of matmuls and attention.
 
     Those of layer norms count as 1 / `layer_norms` times as many, since they are so much slower.
     """
-    config, w = work.config, work.matmul_bytes
+    config, w = work.config, 4 if work.trainer.elementwise == "fp32" else work.matmul_bytes
     spec, e, tp = config.layers[layer], config.experts_of(layer), work.parallelism.tp
     d, f = config.hidden_size, config.intermediate_size / tp
     a, kv = config.query_size / tp, work.kv_size
@@ -495,11 +500,12 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
     if spec.mixer is None:
         heads = 0
-    if work.attention.causal == "math":  # scores, softmax, and their sums, read and written
-        heads += 6 * config.num_attention_heads / tp * work.batch.seq_len
-    elements = norms * work.own_tokens + heads * work.gathered_tokens
+    if work.attention.causal == "math":  # scores and softmax read and written; eager, scale and mask too
+        pairs = config.num_attention_heads / tp * work.batch.seq_len
+        heads += (6 if work.compiled else 12) * pairs
+    elements = norms * work.normed_tokens + heads * work.gathered_tokens
     if spec.mixer == "recurrent":  # what is kept is written, and read by what comes next
-        elements = norms * work.own_tokens + 2 * states_kept(work) / w
+        elements = norms * work.normed_tokens + 2 * states_kept(work) / w
     if spec.mlp is None:
         return w * elements
     if e is None:
@@ -511,6 +517,8 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
     moves = 4 + 3 + (4 if work.parallelism.ep > 1 else 0)
     if work.trainer.rows_once and work.parallelism.ep > 1:
         moves = 6
+    if e.biases and work.trainer.modules and not work.trainer.fused_experts:
+        moves += BIASED / w / PASS_FORWARDS["step"]
     activation = (gated if e.gated else 2) * (not work.trainer.fused_experts)
     elements += rows * (activation * e.size + moves * (e.latent or d))
     elements += (gated if e.gated else 2) * e.shared_size / tp * work.gathered_tokens

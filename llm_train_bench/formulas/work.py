@@ -196,6 +196,8 @@ class Trainer:
     """Whether what tp ranks gather along the sequence is put in order by copies (DTensor)."""
     tp_shards: bool = False
     """Whether tp ranks keep shards of what they gather; ours do."""
+    sequence_parallel: bool = True
+    """Whether tp ranks share the tokens of norms and residuals (Korthikanti et al. 2022), or each has all."""
     layers: Literal["ours", "te"] = "ours"
     """`te`: modules that write what the next one reads in FP8, have experts and all linear layers in FP8,
     cast weights once a step, and launch each kernel from Python."""
@@ -207,6 +209,8 @@ class Trainer:
     """Whether experts' activations, and their casts, are part of the grouped matmuls' kernels."""
     norms: Literal["fused", "plain"] = "fused"
     """Whether eager norms are one kernel, or one for each operation, in fp32."""
+    elementwise: Literal["bf16", "fp32"] = "bf16"
+    """Format of what is computed between matmuls: eager autocast leaves fp32 what modules make of weights."""
     attention: Literal["auto", "flash", "flash1"] = "auto"
     """FlashAttention 2, or 1, where the device would have a faster one."""
     recompute: Literal["op", "every-other-matmul", "cheap", "mlp"] = "op"
@@ -400,6 +404,11 @@ class Work:
     def own_tokens(self) -> int:
         """Tokens of a micro batch in this rank's part of the residual stream."""
         return self.gathered_tokens // self.parallelism.tp
+
+    @property
+    def normed_tokens(self) -> int:
+        """Tokens of a micro batch whose norms and residuals this rank computes, and keeps."""
+        return self.own_tokens if self.trainer.sequence_parallel else self.gathered_tokens
 
     @property
     def expert_rows(self) -> int:
