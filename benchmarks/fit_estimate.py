@@ -3,11 +3,12 @@
     python benchmarks/fit_estimate.py [--write]
 
 A constant of all devices lies in a physical range. Matmuls and attention have a level: that of their
-architecture, times that of the device, of the trainer, and of the trainer on the architecture. All are
-drawn towards 1 as far as rows do not say otherwise (a Gaussian prior on logarithms). A row counts by the
-logarithm of Student's t, so that one whose source leaves something out decides little; rows of one source
-are worth less together. Rows with `split: hold` are never read, nor those marked `incomplete`. `--write`
-puts the values into configs/hardware.json and configs/trainers.json. Needs numpy, no torch and no GPU.
+architecture times that of the device. So has a trainer's whole step: its own, its own on the architecture,
+and that of Transformer Engine's layers there. All are drawn towards 1 as far as rows do not say otherwise
+(a Gaussian prior on logarithms). A row counts by the logarithm of Student's t, so that one whose source
+leaves something out decides little; so do rows with a doubt, and several of one source. Rows with `split:
+hold` are never read, nor those marked `incomplete`. `--write` puts the values into configs/hardware.json
+and configs/trainers.json. Needs numpy, no torch and no GPU.
 """
 
 import argparse
@@ -49,9 +50,10 @@ RANGES = {
     "beside_bytes": (1.4, 0.5, 3.0),
 }
 # A wide level is that of an architecture on which several trainers ran; elsewhere nobody knows whether
-# device or trainer is slow, and it is the trainer's. Leaving out sources of fitting rows chose NARROW.
-WIDE, NARROW, SEVERAL = 0.3, 0.05, 2
-ROW, SOURCE = 0.10, 0.09
+# device or trainer is slow, and it is the trainer's. Leaving out projects of fitting rows chose the spreads
+# and what a row with a doubt is worth.
+WIDE, NARROW, MODULES, SEVERAL = 0.3, 0.1, 0.3, 2
+ROW, SOURCE, DOUBT = 0.10, 0.09, 0.3
 GRACE = ("GB", "GH")
 # Factor that shows a slope. Values are rounded to so many digits, so that another machine finds the same.
 STEP, DIGITS = 1.03, 3
@@ -65,7 +67,7 @@ class Step:
     work: Work
     gpu: Hardware
     levels: tuple[str, ...]
-    """Of the architecture, the device, the trainer, and the trainer on the architecture."""
+    """Of the architecture, the device, the trainer, the trainer there, and Transformer Engine's layers."""
     weight: float
 
 
@@ -77,7 +79,9 @@ def fitting_steps() -> list[Step]:
         work, gpu = step_of(row)
         family, trainer = family_of(gpu.name), f"--trainer {row['trainer'].split()[0]}"
         levels = (family, gpu.name, trainer, f"{trainer} on {family}")
-        weight = 1 / (1 + (sources[row["source"]] - 1) * (SOURCE / ROW) ** 2)
+        levels += (f"te on {family}",) if work.trainer.modules else ()
+        weight = DOUBT if row.get("doubt") else 1.0
+        weight /= 1 + (sources[row["source"]] - 1) * (SOURCE / ROW) ** 2
         steps.append(Step(row, work, gpu, levels, weight))
     return steps
 
@@ -88,7 +92,9 @@ def error_of(step: Step, values: dict[str, float]) -> float:
     grace = common.pop("launch_grace_s")
     if step.gpu.name.startswith(GRACE):
         common["launch_eager_s"] = grace
-    device, trainer = (math.prod(values[x] for x in step.levels[i : i + 2]) for i in (0, 2))
+    device, trainer = (
+        math.prod(values[x] for x in part) for part in (step.levels[:2], step.levels[2:])
+    )
     gpu = dataclasses.replace(step.gpu, fitted=step.gpu.fitted | common | {"level": device})
     by = dataclasses.replace(step.work.trainer, levels=(("", trainer),))
     speed = predicted(step.row, dataclasses.replace(step.work, trainer=by), gpu)
@@ -105,11 +111,11 @@ def slopes_of(steps: list[Step], values: dict[str, float], errors: np.ndarray) -
     for name in RANGES:
         moved = errors_of(steps, values | {name: values[name] * STEP})
         slopes[name] = (moved - errors) / math.log(STEP)
-    for place in (0, 2):  # both levels of a device have one slope, and so have those of a trainer
-        faster = values | {step.levels[place]: values[step.levels[place]] * STEP for step in steps}
+    for part in (slice(0, 2), slice(2, None)):  # levels of a device have one slope, a trainer's too
+        faster = values | {name: values[name] * STEP for name in {s.levels[part][0] for s in steps}}
         moved = (errors_of(steps, faster) - errors) / math.log(STEP)
         for i, step in enumerate(steps):
-            for name in step.levels[place : place + 2]:
+            for name in step.levels[part]:
                 slopes[name][i] = moved[i]
     return np.column_stack(list(slopes.values()))
 
@@ -122,7 +128,8 @@ def spreads_of(steps: list[Step]) -> dict[str, float]:
         several = len({step.levels[2] for step in here}) >= SEVERAL
         of_family, of_trainer = (WIDE, NARROW) if several else (NARROW, WIDE)
         for step in here:
-            found |= dict(zip(step.levels, (of_family, NARROW, NARROW, of_trainer), strict=True))
+            each = (of_family, NARROW, NARROW, of_trainer, MODULES)
+            found |= dict(zip(step.levels, each, strict=False))
     return found
 
 
@@ -207,11 +214,15 @@ def of_devices(text: str, values: dict[str, float]) -> str:
 def of_trainers(text: str, values: dict[str, float]) -> str:
     """trainers.json with the levels of trainers, and nothing else changed."""
     text = re.sub(r'"levels": \{[^}]*\}, ', "", text)
-    for name in values:
-        if name.startswith("--trainer") and " on " not in name:
-            level, who = values[name], name.removeprefix("--trainer ")
-            on = {x.split(" on ")[1]: v for x, v in values.items() if x.startswith(f"{name} on ")}
-            levels = {"": level} | {family: rounded(level * v) for family, v in on.items()}
+    families = [name.removeprefix("te on ") for name in values if name.startswith("te on ")]
+    for who, entry in json.loads(text)["trainers"].items():
+        name = f"--trainer {who}"
+        own, te = values.get(name, 1.0), entry["choices"].get("layers") == "te"
+        on = {x.split(" on ")[1]: v for x, v in values.items() if x.startswith(f"{name} on ")}
+        if te:
+            on |= {x: on.get(x, 1.0) * values[f"te on {x}"] for x in families}
+        if on:
+            levels = {"": own} | {family: rounded(own * v) for family, v in sorted(on.items())}
             text = text.replace(f'"{who}": {{', f'"{who}": {{"levels": {json.dumps(levels)}, ', 1)
     return text
 

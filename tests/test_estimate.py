@@ -26,6 +26,7 @@ from llm_train_bench.formulas.memory_model import block_activations, estimate_me
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.step_events import Clock, lay_out
+from llm_train_bench.formulas.work import Trainer
 from llm_train_bench.model.block_attention import InBlocks
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.config import load_config, parse_config
@@ -330,6 +331,48 @@ def test_what_a_trainer_cannot_overlap_adds_up(estimated):
     beside, none = (made["parts_s"]["beside communication"] for made in (hides, waits))
     longer = hides["parts_s"]["hidden communication"] - beside
     assert waits["step_s"] - hides["step_s"] == pytest.approx(longer, rel=0.1) and none == 0
+
+
+def test_without_sequence_parallelism_each_tp_rank_norms_all_tokens(estimated):
+    flags = f"{LLAMA} --gpu a100 --gpus 8 --tp 8 --bsz 1 --seq-len 4096 --pt-compile --trainer"
+    shared, whole = (
+        estimated(flags, f"megatron-2021 sequence_parallel={x}") for x in ("true", "false")
+    )
+    stream = 7 / 8 * 4096 * 4096 * 2  # bytes more of one tensor
+    passed = 32 * 2 * 4 * 3 * stream / find_hardware("a100").memory_rate
+    more = whole["parts_s"]["memory-bound"] - shared["parts_s"]["memory-bound"]
+    assert more == pytest.approx(passed, rel=0.01)
+    kept = whole["memory"]["activations"] - shared["memory"]["activations"]
+    assert kept == pytest.approx((32 * 4 + 2) * stream, rel=0.02)
+
+
+def test_bytes_of_biased_experts_of_unfused_softmax_and_of_fp32():
+    """By hand, of a forward: what Megatron-LM's bias moves, scores, and numbers twice as long."""
+    trainer = Trainer(layers="te")
+    flags = "gpt-oss-20b.json --bsz 1 --seq-len 512 --pt-compile --route balanced"
+    work = dataclasses.replace(work_of(flags), trainer=trainer)
+    e = dataclasses.replace(work.config.experts, biases=False)
+    plain = dataclasses.replace(work, config=dataclasses.replace(work.config, experts=e))
+    biased, without = (speed_model.block_bytes(x, 0, 0.6) for x in (work, plain))
+    assert biased - without == pytest.approx(64 / 3 * 512 * 4 * 2880)
+    flags = "gpt2-125m.json --bsz 2 --seq-len 512 --attention"
+    bare, eager, compiled = (
+        speed_model.block_bytes(work_of(f"{flags} {x}"), 0, 0.6)
+        for x in ("flash", "math", "math --pt-compile")
+    )
+    assert eager - bare == 2 * 12 * 12 * 512 * 2 * 512 and compiled < eager
+    wide = dataclasses.replace(work_of(f"{flags} math"), trainer=Trainer(elementwise="fp32"))
+    assert speed_model.block_bytes(wide, 0, 0.6) == 2 * eager
+
+
+def test_a_trainer_s_level_is_of_its_whole_step():
+    work = work_of("llama-3.1-8b.json --bsz 1 --seq-len 4096 --pt-compile", "train_fsdp.py", 16)
+    levels = ("", 0.9), ("H100, H200", 0.8)
+    slow = dataclasses.replace(work, trainer=Trainer(levels=levels))
+    ours, theirs = estimate_speed(work, H100), estimate_speed(slow, H100)
+    assert theirs.step_s == pytest.approx(ours.step_s / 0.8)
+    hidden = theirs.parts["hidden communication"]
+    assert sum(theirs.parts.values()) - hidden == pytest.approx(theirs.step_s)
 
 
 def test_the_host_launches_a_recomputed_forward_too(estimated):

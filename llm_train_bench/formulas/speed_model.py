@@ -37,7 +37,7 @@ class SpeedEstimate:
 
     The `parts` add up to the step, except for "hidden communication". "tokens between ranks" is the time
     of tensor, context and expert parallelism. "beside communication" is what computation loses to
-    communication that runs beside it.
+    communication that runs beside it, "trainer" what a slower trainer takes besides: below 0 if it is faster.
     """
 
     step_s: float
@@ -56,6 +56,7 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
         merged = "network", "send"
     laid = step_seconds(work, pieces, merged)
     micro_steps, slowest = work.batch.grad_acc_steps, slowest_node(work, gpu)
+    slower = 1 / work.trainer.level_on(gpu.family or gpu.name)
     pace = max(range(work.parallelism.pp), key=lambda group: pieces[group].computing)
     idle = laid.seconds - micro_steps * pieces[pace].computing - pieces[pace].optimizer
     idle = idle if idle > 1e-12 else 0.0  # below a picosecond it is rounding
@@ -70,11 +71,12 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
         "exposed communication": exposed,
         "hidden communication": hidden,
         "slowest node": (laid.seconds + beside) * (slowest - 1),
+        "trainer": (laid.seconds + beside) * slowest * (slower - 1),
     }
     optimizer = max(0.0, parts["optimizer"] - _muon_time(work, gpu))
     joules = step_joules(work, gpu, parts["memory-bound"] + optimizer)
     limited = joules / max(1.0, gpu.tdp_w - gpu.constants.waiting_w)
-    step_s = (laid.seconds + beside) * slowest
+    step_s = (laid.seconds + beside) * slowest * slower
     parts["power limit"] = max(0.0, limited - step_s)
     return SpeedEstimate(max(step_s, limited), parts)
 
@@ -118,7 +120,8 @@ def least_time(work: Work, gpu: Hardware) -> float:
     piece, _ = group_pieces(work, gpu, parallel.pp - 1)
     bubble = (parallel.pp - 1) / parallel.virtual * (piece.computing - piece.head)
     computing = work.batch.grad_acc_steps * piece.computing + bubble
-    return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
+    pace = slowest_node(work, gpu) / work.trainer.level_on(gpu.family or gpu.name)
+    return (0.97 * computing + piece.optimizer) * pace
 
 
 def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[str, float]]:
@@ -270,16 +273,11 @@ def _muon_time(work: Work, gpu: Hardware) -> float:
         for weight in config.matrices[same[0]]:
             number = weight.shape[0] if weight.of_experts else 1
             flops += len(same) * number * muon_flops(weight)
-    rate = _bf16_tflops(gpu) * 1e12 * _level(work, gpu) * c.sustained
+    rate = _bf16_tflops(gpu) * 1e12 * c.level * c.sustained
     ranks = work.parallelism.shards if work.fsdp else 1
     size = 2 * collectives.muon_numbers(work, 0) if ranks > 1 else 0.0
     moving = 2 * collectives.collective_time("all_to_all", size, ranks, gpu.per_node, gpu)
     return flops / ranks / rate + moving
-
-
-def _level(work: Work, gpu: Hardware) -> float:
-    """What matmuls and attention reach of their rates, by the device and by the trainer."""
-    return gpu.constants.level * work.trainer.level_on(gpu.family or gpu.name)
 
 
 def _bf16_tflops(gpu: Hardware) -> float:
@@ -377,7 +375,7 @@ def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardwa
         rate /= 2 if work.amp == "off" else 1  # TF32 has half the rate
     efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
-    rate *= 1e12 * _level(work, gpu) * c.sustained * efficiency
+    rate *= 1e12 * c.level * c.sustained * efficiency
     seconds = max(2 * m * n * k / rate, moved / gpu.memory_rate)
     scale = 0 if recipe == "delayed" else 2  # whose scales are of steps before
     if fp8 and work.trainer.modules:
@@ -465,7 +463,7 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
         peak /= 2
     elif amp == "off":  # without tensor cores the rate does not depend on the keys
         peak, half_keys = gpu.fp32_tflops, 0.0
-    rate = peak * 1e12 * _level(work, gpu)
+    rate = peak * 1e12 * c.level
     rate *= head * keys / (keys + half_keys) * (FLASH1 if kernel == "flash1" else 1.0)
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
 

@@ -226,7 +226,7 @@ class Trainer:
     """What is in the host's memory: the optimizer's state, whose transfers are not counted, or all that
     blocks keep for the backward."""
     levels: tuple[tuple[str, float], ...] = ()
-    """The rates of its kernels over those of others, by families of devices; of others by the name "".
+    """Its speed over what the formulas say, by families of devices; of others by the name "".
 
     benchmarks/fit_estimate.py chooses them.
     """
@@ -237,7 +237,7 @@ class Trainer:
         return self.layers == "te"
 
     def level_on(self, family: str) -> float:
-        """The rates of its kernels over those of others on devices of that family."""
+        """Its speed over what the formulas say, on devices of that family."""
         levels = dict(self.levels)
         return levels.get(family, levels.get("", 1.0))
 
