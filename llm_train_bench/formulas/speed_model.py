@@ -71,12 +71,14 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
         "exposed communication": exposed,
         "hidden communication": hidden,
         "slowest node": (laid.seconds + beside) * (slowest - 1),
-        "trainer": (laid.seconds + beside) * slowest * (slower - 1),
     }
+    # A slower trainer's device takes longer, its host does not.
+    busy = (laid.seconds + beside) * slowest - parts["waiting for the host"]
+    parts["trainer"] = busy * (slower - 1)
     optimizer = max(0.0, parts["optimizer"] - _muon_time(work, gpu))
     joules = step_joules(work, gpu, parts["memory-bound"] + optimizer)
     limited = joules / max(1.0, gpu.tdp_w - gpu.constants.waiting_w)
-    step_s = (laid.seconds + beside) * slowest * slower
+    step_s = (laid.seconds + beside) * slowest + parts["trainer"]
     parts["power limit"] = max(0.0, limited - step_s)
     return SpeedEstimate(max(step_s, limited), parts)
 
@@ -120,7 +122,7 @@ def least_time(work: Work, gpu: Hardware) -> float:
     piece, _ = group_pieces(work, gpu, parallel.pp - 1)
     bubble = (parallel.pp - 1) / parallel.virtual * (piece.computing - piece.head)
     computing = work.batch.grad_acc_steps * piece.computing + bubble
-    pace = slowest_node(work, gpu) / work.trainer.level_on(gpu.family or gpu.name)
+    pace = slowest_node(work, gpu) / max(1.0, work.trainer.level_on(gpu.family or gpu.name))
     return (0.97 * computing + piece.optimizer) * pace
 
 
