@@ -3,12 +3,12 @@
     python benchmarks/fit_estimate.py [--write]
 
 A constant of all devices lies in a physical range. Matmuls and attention have a level: that of their
-architecture times that of the device. So has a trainer's whole step: its own, its own on the architecture,
-and that of Transformer Engine's layers there. All are drawn towards 1 as far as rows do not say otherwise
-(a Gaussian prior on logarithms). A row counts by the logarithm of Student's t, so that one whose source
-leaves something out decides little; so do rows with a doubt, and several of one source. Rows with `split:
-hold` are never read, nor those marked `incomplete`. `--write` puts the values into configs/hardware.json
-and configs/trainers.json. Needs numpy, no torch and no GPU.
+architecture times that of the device. A trainer's whole step has one too: its own, its own on the
+architecture, and that of Transformer Engine's layers there. All are drawn towards 1 as far as rows do not
+say otherwise (a Gaussian prior on logarithms). A row counts by the logarithm of Student's t, so that one
+whose source leaves something out decides little. Rows with a doubt, and several of one source, count
+less. Rows with `split: hold`, and those marked `incomplete`, are never read. `--write` puts the values
+into configs/hardware.json and configs/trainers.json. Needs numpy, no torch and no GPU.
 """
 
 import argparse
@@ -25,7 +25,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.estimate_vs_published import predicted, published_rows, step_of
-from llm_train_bench.base import hardware
 from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, family_of
 from llm_train_bench.estimate.trainers import TRAINERS_FILE
 from llm_train_bench.formulas.work import Work
@@ -50,8 +49,8 @@ RANGES = {
     "beside_bytes": (1.4, 0.5, 3.0),
 }
 # A wide level is that of an architecture on which several trainers ran; elsewhere nobody knows whether
-# device or trainer is slow, and it is the trainer's. Leaving out projects of fitting rows chose the spreads
-# and what a row with a doubt is worth.
+# device or trainer is slow, and it is the trainer's. Leaving out projects of fitting rows chose NARROW,
+# MODULES, the spread of Transformer Engine's level, and DOUBT, what a row with a doubt is worth.
 WIDE, NARROW, MODULES, SEVERAL = 0.3, 0.1, 0.3, 2
 ROW, SOURCE, DOUBT = 0.10, 0.09, 0.3
 GRACE = ("GB", "GH")
@@ -67,7 +66,7 @@ class Step:
     work: Work
     gpu: Hardware
     levels: tuple[str, ...]
-    """Of the architecture, the device, the trainer, the trainer there, and Transformer Engine's layers."""
+    """Of architecture, device, trainer, that trainer there, and Transformer Engine's layers there."""
     weight: float
 
 
@@ -148,7 +147,7 @@ def least(curve: np.ndarray, slope: np.ndarray, low: np.ndarray, high: np.ndarra
 
 
 def fit(steps: list[Step], values: dict[str, float], rounds: int = 6) -> dict[str, float]:
-    """The values with the least loss, by iteratively reweighted least squares on slopes (Gauss-Newton)."""
+    """The values with the least loss, by slopes (Gauss-Newton) and reweighted least squares."""
     names, spreads = list(values), spreads_of(steps)
     weights = np.array([step.weight for step in steps])
     pull = np.array([0.0 if name in RANGES else spreads[name] ** -2 for name in names])
@@ -173,25 +172,18 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def start_of(steps: list[Step]) -> dict[str, float]:
-    names = [name for step in steps for name in step.levels]
-    return {name: start for name, (start, *_) in RANGES.items()} | dict.fromkeys(names, 1.0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="Write configs/hardware.json.")
     args = parser.parse_args()
     steps = fitting_steps()
-    values = start_of(steps)
-    values = fit(steps, values)
+    starts = {name: start for name, (start, *_) in RANGES.items()}
+    values = fit(steps, starts | {name: 1.0 for step in steps for name in step.levels})
     error = np.median(abs(np.expm1(errors_of(steps, values))))
     print(f"{len(steps)} rows, median error {error:.1%}: {json.dumps(values, indent=1)}")
     if args.write:
         for path, changed in ((HARDWARE_FILE, of_devices), (TRAINERS_FILE, of_trainers)):
             path.write_text(changed(path.read_text(encoding="utf-8"), values), encoding="utf-8")
-        hardware.devices.cache_clear()
-        hardware.our_hardware.cache_clear()
 
 
 def of_devices(text: str, values: dict[str, float]) -> str:

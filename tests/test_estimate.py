@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import re
 import statistics
 
@@ -13,6 +14,7 @@ import torch
 
 import estimate
 from benchmarks import estimate_vs_published as published
+from benchmarks import fit_estimate
 from benchmarks.estimate_vs_published import covering, grouped, held_rows, published_rows
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.sharded import materialize
@@ -270,6 +272,24 @@ def test_published_steps_are_met():
     plain = [r | {"trainer": "nanogpt"} for r in dense]
     presets, none = (statistics.median(map(abs, published.errors(x))) for x in (dense, plain))
     assert presets < 0.1 < none
+
+
+def test_a_fit_finds_the_levels_that_rows_follow():
+    """Speeds made with a slower architecture and a faster trainer are met, as near as priors let them."""
+    named = ("vectorlm", "fms", "torchtitan")
+    steps = [x for x in fit_estimate.fitting_steps() if x.levels[0] == "A100"]
+    steps = [x for x in steps if x.row["trainer"] in named][::3]
+    starts = {name: start for name, (start, *_) in fit_estimate.RANGES.items()}
+    starts |= {name: 1.0 for step in steps for name in step.levels}
+    made = []
+    for step in steps:
+        error = fit_estimate.error_of(step, starts | {"A100": 0.8, "--trainer fms": 1.1})
+        speed = step.row["tokens_per_sec_per_gpu"] * math.exp(error)
+        made.append(dataclasses.replace(step, row=step.row | {"tokens_per_sec_per_gpu": speed}))
+    found = fit_estimate.fit(made, starts, rounds=2)
+    assert max(abs(fit_estimate.errors_of(made, starts))) > 0.1
+    assert max(abs(fit_estimate.errors_of(made, found))) < 0.05
+    assert found["A100"] < 0.9 and found["--trainer fms"] > 1.01 > found["--trainer vectorlm"]
 
 
 def test_a_row_says_how_its_gpu_differs():

@@ -37,7 +37,7 @@ class SpeedEstimate:
 
     The `parts` add up to the step, except for "hidden communication". "tokens between ranks" is the time
     of tensor, context and expert parallelism. "beside communication" is what computation loses to
-    communication that runs beside it, "trainer" what a slower trainer takes besides: below 0 if it is faster.
+    communication that runs beside it. "trainer" is what a slower one takes besides, or below 0.
     """
 
     step_s: float
@@ -470,8 +470,8 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
 
 
-# Bytes that adding biases to experts' results moves of a number, in all passes: a product in fp32 with the
-# router's weight, its sum, torch.cat and a cast, and their gradients (Megatron-LM's experts.py, _apply_bias).
+# Bytes that adding biases to experts' results moves of a number, in all passes: a product in fp32 with
+# the router's weight, its sum, torch.cat, a cast, and gradients (Megatron-LM's experts.py, _apply_bias).
 BIASED = 64
 
 
@@ -500,9 +500,9 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
     if spec.mixer is None:
         heads = 0
-    if work.attention.causal == "math":  # scores and softmax read and written; eager, scale and mask too
+    if work.attention.causal == "math":  # scores and softmax are read and written
         pairs = config.num_attention_heads / tp * work.batch.seq_len
-        heads += (6 if work.compiled else 12) * pairs
+        heads += (6 if work.compiled else 12) * pairs  # eager: scaled, masked and cast apart
     elements = norms * work.normed_tokens + heads * work.gathered_tokens
     if spec.mixer == "recurrent":  # what is kept is written, and read by what comes next
         elements = norms * work.normed_tokens + 2 * states_kept(work) / w

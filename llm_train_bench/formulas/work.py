@@ -197,7 +197,7 @@ class Trainer:
     tp_shards: bool = False
     """Whether tp ranks keep shards of what they gather; ours do."""
     sequence_parallel: bool = True
-    """Whether tp ranks share the tokens of norms and residuals (Korthikanti et al. 2022), or each has all."""
+    """Whether tp ranks share the tokens of norms and residuals (Korthikanti et al. 2022)."""
     layers: Literal["ours", "te"] = "ours"
     """`te`: modules that write what the next one reads in FP8, have experts and all linear layers in FP8,
     cast weights once a step, and launch each kernel from Python."""
@@ -210,7 +210,7 @@ class Trainer:
     norms: Literal["fused", "plain"] = "fused"
     """Whether eager norms are one kernel, or one for each operation, in fp32."""
     elementwise: Literal["bf16", "fp32"] = "bf16"
-    """Format of what is computed between matmuls: eager autocast leaves fp32 what modules make of weights."""
+    """Format of what is computed between matmuls: autocast leaves fp32 what weights are part of."""
     attention: Literal["auto", "flash", "flash1"] = "auto"
     """FlashAttention 2, or 1, where the device would have a faster one."""
     recompute: Literal["op", "every-other-matmul", "cheap", "mlp"] = "op"
