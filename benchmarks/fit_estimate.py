@@ -3,12 +3,12 @@
     python benchmarks/fit_estimate.py [--write]
 
 A constant of all devices lies in a physical range. Matmuls and attention have a level: that of their
-architecture times that of the device. A trainer's whole step has one too: its own, its own on the
-architecture, and that of Transformer Engine's layers there. All are drawn towards 1 as far as rows do not
-say otherwise (a Gaussian prior on logarithms). A row counts by the logarithm of Student's t, so that one
-whose source leaves something out decides little. Rows with a doubt, and several of one source, count
-less. Rows with `split: hold`, and those marked `incomplete`, are never read. `--write` puts the values
-into configs/hardware.json and configs/trainers.json. Needs numpy, no torch and no GPU.
+architecture times that of the device. A trainer's whole step has one too: its own, times its own on the
+architecture. All are drawn towards 1 as far as rows do not say otherwise (a Gaussian prior on
+logarithms). A row counts by the logarithm of Student's t, so that one whose source leaves something out
+decides little. Rows with a doubt, and several of one source, count less. Rows with `split: hold`, and
+those marked `incomplete`, are never read. `--write` puts the values into configs/hardware.json and
+configs/trainers.json. Needs numpy, no torch and no GPU.
 """
 
 import argparse
@@ -49,9 +49,9 @@ RANGES = {
     "beside_bytes": (1.4, 0.5, 3.0),
 }
 # A wide level is that of an architecture on which several trainers ran; elsewhere nobody knows whether
-# device or trainer is slow, and it is the trainer's. Leaving out projects of fitting rows chose NARROW,
-# MODULES, the spread of Transformer Engine's level, and DOUBT, what a row with a doubt is worth.
-WIDE, NARROW, MODULES, SEVERAL = 0.3, 0.1, 0.3, 2
+# device or trainer is slow, and it is the trainer's. Leaving out projects of fitting rows chose NARROW
+# and DOUBT, what a row with a doubt is worth.
+WIDE, NARROW, SEVERAL = 0.3, 0.12, 2
 ROW, SOURCE, DOUBT = 0.10, 0.09, 0.3
 GRACE = ("GB", "GH")
 # Factor that shows a slope. Values are rounded to so many digits, so that another machine finds the same.
@@ -66,7 +66,7 @@ class Step:
     work: Work
     gpu: Hardware
     levels: tuple[str, ...]
-    """Of architecture, device, trainer, that trainer there, and Transformer Engine's layers there."""
+    """Of the architecture, the device, the trainer, and the trainer on the architecture."""
     weight: float
 
 
@@ -78,7 +78,6 @@ def fitting_steps() -> list[Step]:
         work, gpu = step_of(row)
         family, trainer = family_of(gpu.name), f"--trainer {row['trainer'].split()[0]}"
         levels = (family, gpu.name, trainer, f"{trainer} on {family}")
-        levels += (f"te on {family}",) if work.trainer.modules else ()
         weight = DOUBT if row.get("doubt") else 1.0
         weight /= 1 + (sources[row["source"]] - 1) * (SOURCE / ROW) ** 2
         steps.append(Step(row, work, gpu, levels, weight))
@@ -91,9 +90,7 @@ def error_of(step: Step, values: dict[str, float]) -> float:
     grace = common.pop("launch_grace_s")
     if step.gpu.name.startswith(GRACE):
         common["launch_eager_s"] = grace
-    device, trainer = (
-        math.prod(values[x] for x in part) for part in (step.levels[:2], step.levels[2:])
-    )
+    device, trainer = (math.prod(values[x] for x in step.levels[i : i + 2]) for i in (0, 2))
     gpu = dataclasses.replace(step.gpu, fitted=step.gpu.fitted | common | {"level": device})
     by = dataclasses.replace(step.work.trainer, levels=(("", trainer),))
     speed = predicted(step.row, dataclasses.replace(step.work, trainer=by), gpu)
@@ -110,11 +107,11 @@ def slopes_of(steps: list[Step], values: dict[str, float], errors: np.ndarray) -
     for name in RANGES:
         moved = errors_of(steps, values | {name: values[name] * STEP})
         slopes[name] = (moved - errors) / math.log(STEP)
-    for part in (slice(0, 2), slice(2, None)):  # levels of a device have one slope, a trainer's too
-        faster = values | {name: values[name] * STEP for name in {s.levels[part][0] for s in steps}}
-        moved = (errors_of(steps, faster) - errors) / math.log(STEP)
+    for first in (0, 2):  # both levels of a device have one slope, and so have those of a trainer
+        faster = {name: values[name] * STEP for name in {step.levels[first] for step in steps}}
+        moved = (errors_of(steps, values | faster) - errors) / math.log(STEP)
         for i, step in enumerate(steps):
-            for name in step.levels[part]:
+            for name in step.levels[first : first + 2]:
                 slopes[name][i] = moved[i]
     return np.column_stack(list(slopes.values()))
 
@@ -127,8 +124,7 @@ def spreads_of(steps: list[Step]) -> dict[str, float]:
         several = len({step.levels[2] for step in here}) >= SEVERAL
         of_family, of_trainer = (WIDE, NARROW) if several else (NARROW, WIDE)
         for step in here:
-            each = (of_family, NARROW, NARROW, of_trainer, MODULES)
-            found |= dict(zip(step.levels, each, strict=False))
+            found |= dict(zip(step.levels, (of_family, NARROW, NARROW, of_trainer), strict=True))
     return found
 
 
@@ -206,15 +202,11 @@ def of_devices(text: str, values: dict[str, float]) -> str:
 def of_trainers(text: str, values: dict[str, float]) -> str:
     """trainers.json with the levels of trainers, and nothing else changed."""
     text = re.sub(r'"levels": \{[^}]*\}, ', "", text)
-    families = [name.removeprefix("te on ") for name in values if name.startswith("te on ")]
-    for who, entry in json.loads(text)["trainers"].items():
-        name = f"--trainer {who}"
-        own, te = values.get(name, 1.0), entry["choices"].get("layers") == "te"
-        on = {x.split(" on ")[1]: v for x, v in values.items() if x.startswith(f"{name} on ")}
-        if te:
-            on |= {x: on.get(x, 1.0) * values[f"te on {x}"] for x in families}
-        if on:
-            levels = {"": own} | {family: rounded(own * v) for family, v in sorted(on.items())}
+    for name in values:
+        if name.startswith("--trainer") and " on " not in name:
+            level, who = values[name], name.removeprefix("--trainer ")
+            on = {x.split(" on ")[1]: v for x, v in values.items() if x.startswith(f"{name} on ")}
+            levels = {"": level} | {family: rounded(level * v) for family, v in on.items()}
             text = text.replace(f'"{who}": {{', f'"{who}": {{"levels": {json.dumps(levels)}, ', 1)
     return text
 

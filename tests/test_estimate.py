@@ -289,7 +289,7 @@ def test_a_fit_finds_the_levels_that_rows_follow():
     found = fit_estimate.fit(made, starts, rounds=2)
     assert max(abs(fit_estimate.errors_of(made, starts))) > 0.1
     assert max(abs(fit_estimate.errors_of(made, found))) < 0.05
-    assert found["A100"] < 0.9 and found["--trainer fms"] > 1.01 > found["--trainer vectorlm"]
+    assert found["A100"] < 0.95 and found["--trainer fms"] > 1.02 > found["--trainer vectorlm"]
 
 
 def test_a_row_says_how_its_gpu_differs():
