@@ -3,12 +3,12 @@
     python benchmarks/fit_estimate.py [--write]
 
 A constant of all devices lies in a physical range. Matmuls and attention have a level: that of their
-architecture times that of the device. A trainer's whole step has one too: its own, times its own on the
-architecture. All are drawn towards 1 as far as rows do not say otherwise (a Gaussian prior on
-logarithms). A row counts by the logarithm of Student's t, so that one whose source leaves something out
-decides little. Rows with a doubt, and several of one source, count less. Rows with `split: hold`, and
-those marked `incomplete`, are never read. `--write` puts the values into configs/hardware.json and
-configs/trainers.json. Needs numpy, no torch and no GPU.
+architecture times that of the device. A trainer has one too, of all rates but the host's: its own, times
+its own on the architecture. All are drawn towards 1 as far as rows do not say otherwise (a Gaussian
+prior on logarithms). A row counts by the logarithm of Student's t, so that one whose source leaves
+something out decides little. Rows with a doubt, and several of one source, count less. Rows with `split:
+hold`, and those marked `incomplete`, are never read. `--write` puts the values into
+configs/hardware.json and configs/trainers.json. Needs numpy, no torch and no GPU.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def fitting_steps() -> list[Step]:
     for row in rows:
         work, gpu = step_of(row)
         family, trainer = family_of(gpu.name), f"--trainer {row['trainer'].split()[0]}"
-        levels = (family, gpu.name, trainer, f"{trainer} on {family}")
+        levels = (f"all {family}", gpu.name, trainer, f"{trainer} on {family}")
         weight = DOUBT if row.get("doubt") else 1.0
         weight /= 1 + (sources[row["source"]] - 1) * (SOURCE / ROW) ** 2
         steps.append(Step(row, work, gpu, levels, weight))
@@ -170,7 +170,7 @@ def rounded(value: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="Write configs/hardware.json.")
+    parser.add_argument("--write", action="store_true", help="Write the values into configs/.")
     args = parser.parse_args()
     steps = fitting_steps()
     starts = {name: start for name, (start, *_) in RANGES.items()}
@@ -189,7 +189,7 @@ def of_devices(text: str, values: dict[str, float]) -> str:
         assert n == 1, name
     for device in json.loads(text)["devices"]:
         name = device["name"]
-        level = values.get(family_of(name), 1.0) * values.get(name, 1.0)
+        level = values.get(f"all {family_of(name)}", 1.0) * values.get(name, 1.0)
         fitted = device["fitted"] | {"level": rounded(level)}
         if name.startswith(GRACE):
             fitted["launch_eager_s"] = values["launch_grace_s"]

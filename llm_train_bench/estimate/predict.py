@@ -390,7 +390,7 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         ("largest --bsz that fits", f"{e.largest_bsz:,}"),
         ("step", f"{e.step_s:.4g} s"),
     ]
-    shown = {name: s for name, s in e.parts_s.items() if abs(s) > 1e-6 * e.step_s}
+    shown = {name: s for name, s in e.parts_s.items() if s > 1e-6 * e.step_s}
     rows += [(f"  {name}", f"{seconds:.4g} s") for name, seconds in shown.items()]
     if work.cpu_offload:
         rows.append(("  --cpu-offload", "its transfers are not counted"))

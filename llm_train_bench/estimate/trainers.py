@@ -54,7 +54,8 @@ def find_trainer(words: str, fp8_recipe: str | None = None) -> Trainer:
     choices |= {key: _value(name, key, value) for key, value in given.items()}
     if not choices:
         return OUR_TRAINER
-    choices["hide"] = tuple(choices.get("hide", ()))
+    shares = choices.get("sequence_parallel", True)  # without it, tp's exchanges are all-reduces
+    choices["hide"] = tuple(x for x in choices.get("hide", ()) if shares or x != "tp")
     return Trainer(**choices, levels=tuple(entry.get("levels", {}).items()))
 
 
@@ -115,6 +116,14 @@ def plan_by(words: str, args: Args, script: Script, *others: Any) -> Plan:
     plain = dataclasses.replace(plain, sac_policy="block", amp=amp)
     plan = _staged(plain, trainer, script, *others)
     work = executed_by(plan.work, trainer, args.sac_policy)
+    for what, given in {
+        "sequence_parallel=false is of dense models without latent attention": (
+            not trainer.sequence_parallel and bool(work.config.experts or work.config.latent)
+        ),
+        "graphs=part is of layers=te": trainer.graphs == "part" and not trainer.modules,
+    }.items():
+        if given:
+            raise UsageError(f"--trainer {name}: {what}; leave it out")
     if (args.use_fp8 or args.lora_rank) and work.amp != "bf16":
         raise UsageError(f"--trainer {name}: --use-fp8 and --lora-rank need --amp bf16")
     if args.use_fp8:

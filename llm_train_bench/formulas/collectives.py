@@ -222,6 +222,8 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     back = int(work.trains)
     passes = 1 + back + again
     repeats = int(checkpointed and work.recompute.policy != "cheap")  # what no policy keeps
+    shares = work.trainer.sequence_parallel
+    repeats *= shares or again  # what came is whole already
     spec, experts = config.layers[layer], config.experts_of(layer)
     mixes, follows = spec.mixer is not None, spec.mlp is not None
     if experts is not None:  # of what follows, tp divides only the shared expert
@@ -238,11 +240,11 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
             inputs = [m.q_rank or config.hidden_size, m.kv_rank] + [config.hidden_size] * follows
             yield move("all_gather", 1 + repeats, own * parallel.tp * m.rope_dim * w)
             yield move("reduce_scatter", back, own * parallel.tp * m.rope_dim * w)
-        yield move("all_gather", places * back, gathered)
+        yield move("all_gather", places * back, gathered, beside=work.keeps_shards and not shares)
         for width in inputs:
             size = own * parallel.tp * width * w
             yield move("all_gather", 1 + repeats, size)
-            if work.keeps_shards and work.trainer.sequence_parallel:
+            if work.keeps_shards and shares:
                 yield move("all_gather", back, size, beside=True)
             yield move("reduce_scatter", back, size, beside=work.keeps_shards)
         if mixes and config.whole_qk_norm:  # mean squares of queries and keys, in fp32
@@ -391,7 +393,7 @@ def token_time(work: Work, gpu: Hardware, pp_rank: int) -> dict[str, float]:
                     gpu.constants.all_to_all / gpu.constants.network if near < move.ranks else 1
                 )
                 taken *= _rows_once(work, min(near, move.ranks)) * better
-            if move.of == "tp" and work.trainer.tp_copies:  # read and written
+            if move.of == "tp" and work.trainer.tp_copies and work.trainer.sequence_parallel:
                 taken += 2 * move.size / gpu.memory_rate
             taken *= work.imbalance if move.of == "ep" else 1.0
             seconds["beside" if move.beside else move.of] += len(same) * move.calls * taken

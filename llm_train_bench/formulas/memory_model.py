@@ -315,7 +315,7 @@ def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     if not work.trains:
         return logits + copy, 0.0
     hidden = w * work.gathered_tokens * work.config.hidden_size
-    if work.parallelism.tp > 1:  # the hidden states of all tokens
+    if work.normed_tokens < work.gathered_tokens:  # the hidden states of all tokens
         logits += hidden
     if work.lora:
         return logits + copy, hidden

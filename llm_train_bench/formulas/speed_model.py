@@ -37,7 +37,7 @@ class SpeedEstimate:
 
     The `parts` add up to the step, except for "hidden communication". "tokens between ranks" is the time
     of tensor, context and expert parallelism. "beside communication" is what computation loses to
-    communication that runs beside it. "trainer" is what a slower one takes besides, or below 0.
+    communication that runs beside it.
     """
 
     step_s: float
@@ -49,6 +49,7 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
 
     Each group of a pipeline has the seconds of its pieces; step_events.py lays them out.
     """
+    device, gpu = gpu, _by_trainer(work, gpu)
     groups = [group_pieces(work, gpu, group) for group in range(work.parallelism.pp)]
     pieces = [piece for piece, _ in groups]
     merged = () if work.trainer.overlaps else ("network",)
@@ -56,7 +57,6 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
         merged = "network", "send"
     laid = step_seconds(work, pieces, merged)
     micro_steps, slowest = work.batch.grad_acc_steps, slowest_node(work, gpu)
-    slower = 1 / work.trainer.level_on(gpu.family or gpu.name)
     pace = max(range(work.parallelism.pp), key=lambda group: pieces[group].computing)
     idle = laid.seconds - micro_steps * pieces[pace].computing - pieces[pace].optimizer
     idle = idle if idle > 1e-12 else 0.0  # below a picosecond it is rounding
@@ -72,15 +72,22 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
         "hidden communication": hidden,
         "slowest node": (laid.seconds + beside) * (slowest - 1),
     }
-    # A slower trainer's device takes longer, its host does not.
-    busy = (laid.seconds + beside) * slowest - parts["waiting for the host"]
-    parts["trainer"] = busy * (slower - 1)
     optimizer = max(0.0, parts["optimizer"] - _muon_time(work, gpu))
-    joules = step_joules(work, gpu, parts["memory-bound"] + optimizer)
+    joules = step_joules(work, device, parts["memory-bound"] + optimizer)
     limited = joules / max(1.0, gpu.tdp_w - gpu.constants.waiting_w)
-    step_s = (laid.seconds + beside) * slowest + parts["trainer"]
+    step_s = (laid.seconds + beside) * slowest
     parts["power limit"] = max(0.0, limited - step_s)
     return SpeedEstimate(max(step_s, limited), parts)
+
+
+def _by_trainer(work: Work, gpu: Hardware) -> Hardware:
+    """The device with what the level of the work's trainer makes of its rates; its host is as fast."""
+    level, c = work.trainer.level_on(gpu.family or gpu.name), gpu.constants
+    if level == 1.0:
+        return gpu
+    fitted = gpu.fitted | {"level": c.level * level, "bandwidth": c.bandwidth * level}
+    ring, nic = gpu.ring_gb_per_s * level, gpu.nic_gb_per_s * level
+    return dataclasses.replace(gpu, fitted=fitted, ring_gb_per_s=ring, nic_gb_per_s=nic)
 
 
 def _slowing(work: Work, gpu: Hardware, network_s: float, pp_rank: int) -> float:
@@ -95,8 +102,8 @@ def _slowing(work: Work, gpu: Hardware, network_s: float, pp_rank: int) -> float
 def step_joules(work: Work, gpu: Hardware, memory_s: float) -> float:
     """Energy of a step on a device, beyond that of waiting [J]; 0 where the device's is not known.
 
-    Of operations and of bytes: those of `memory_s` seconds at memory's rate, and of matmuls. The backward
-    of attention computes its scores again.
+    Of operations and of bytes: those of `memory_s` seconds at the trainer's rate, and of matmuls. The
+    backward of attention computes its scores again.
     """
     c, config = gpu.constants, work.config
     if work.amp == "off":
@@ -110,7 +117,8 @@ def step_joules(work: Work, gpu: Hardware, memory_s: float) -> float:
             passes = (3.5 if work.trains else 1) + again
             total += work.batch.grad_acc_steps * work.gathered_tokens * widths * keys * passes
     joules = c.tflop_joules * (total - low) + c.low_tflop_joules * low
-    return joules / 1e12 + c.gb_joules * (memory_s * gpu.memory_rate + moved) / 1e9
+    moved += memory_s * _by_trainer(work, gpu).memory_rate
+    return joules / 1e12 + c.gb_joules * moved / 1e9
 
 
 def least_time(work: Work, gpu: Hardware) -> float:
@@ -118,12 +126,11 @@ def least_time(work: Work, gpu: Hardware) -> float:
 
     The bubble of a pipeline is (p - 1) / v micro batches (Narayanan et al. 2021, section 2.2).
     """
-    parallel = work.parallelism
+    parallel, gpu = work.parallelism, _by_trainer(work, gpu)
     piece, _ = group_pieces(work, gpu, parallel.pp - 1)
     bubble = (parallel.pp - 1) / parallel.virtual * (piece.computing - piece.head)
     computing = work.batch.grad_acc_steps * piece.computing + bubble
-    pace = slowest_node(work, gpu) / max(1.0, work.trainer.level_on(gpu.family or gpu.name))
-    return (0.97 * computing + piece.optimizer) * pace
+    return (0.97 * computing + piece.optimizer) * slowest_node(work, gpu)
 
 
 def group_pieces(work: Work, gpu: Hardware, pp_rank: int) -> tuple[Pieces, dict[str, float]]:
@@ -486,7 +493,7 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
     a, kv = config.query_size / tp, work.kv_size
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
     # Plain: to fp32, square, mean, scale, back, weigh: 34 bytes of a number in bf16.
-    alone = 2 if work.trainer.norms == "fused" else 17
+    alone = 2 if work.trainer.norms == "fused" else 17 if w == 2 else 7
     norms = spec.norms * (4 if work.compiled else 3 + alone) * d
     norms /= 1.0 if config.rms_norm else layer_norms
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
@@ -500,7 +507,7 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
     if spec.mixer is None:
         heads = 0
-    if work.attention.causal == "math":  # scores and softmax are read and written
+    if work.attention.causal == "math" and spec.attends:  # scores and softmax are read and written
         pairs = config.num_attention_heads / tp * work.batch.seq_len
         heads += (6 if work.compiled else 12) * pairs  # eager: scaled, masked and cast apart
     elements = norms * work.normed_tokens + heads * work.gathered_tokens

@@ -210,7 +210,8 @@ class Trainer:
     norms: Literal["fused", "plain"] = "fused"
     """Whether eager norms are one kernel, or one for each operation, in fp32."""
     elementwise: Literal["bf16", "fp32"] = "bf16"
-    """Format of what is computed between matmuls: autocast leaves fp32 what weights are part of."""
+    """Format of what is computed between matmuls: autocast leaves fp32 what weights are part of. It is
+    counted in the time alone."""
     attention: Literal["auto", "flash", "flash1"] = "auto"
     """FlashAttention 2, or 1, where the device would have a faster one."""
     recompute: Literal["op", "every-other-matmul", "cheap", "mlp"] = "op"
@@ -226,7 +227,7 @@ class Trainer:
     """What is in the host's memory: the optimizer's state, whose transfers are not counted, or all that
     blocks keep for the backward."""
     levels: tuple[tuple[str, float], ...] = ()
-    """Its speed over what the formulas say, by families of devices; of others by the name "".
+    """The rates that it reaches over those of others, by families of devices; of others by the name "".
 
     benchmarks/fit_estimate.py chooses them.
     """
@@ -237,7 +238,7 @@ class Trainer:
         return self.layers == "te"
 
     def level_on(self, family: str) -> float:
-        """Its speed over what the formulas say, on devices of that family."""
+        """The rates that it reaches over those of others on devices of that family."""
         levels = dict(self.levels)
         return levels.get(family, levels.get("", 1.0))
 
