@@ -632,7 +632,7 @@ def test_a_power_limit_bounds_a_step(estimated):
     flags = f"{LLAMA} --layers 16 --gpu h200 --bsz 5 --seq-len 4096 --pt-compile"
     full, less = estimated(flags), estimated(flags, "--limit power=500")
     assert full["step_s"] == pytest.approx(0.9132, rel=0.05)
-    assert full["watts"] == pytest.approx(700, rel=0.02) and less["watts"] == 500
+    assert full["watts"] == pytest.approx(700, rel=0.05) and less["watts"] == 500
     joules = full["step_s"] * (full["watts"] - 150)  # beyond those of waiting
     assert less["step_s"] == pytest.approx(joules / 350) and less["parts_s"]["power limit"] > 0
     parts = {k: v for k, v in less["parts_s"].items() if k != "hidden communication"}
