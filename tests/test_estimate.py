@@ -277,8 +277,11 @@ def test_published_steps_are_met():
 
 def test_a_fit_finds_the_levels_that_rows_follow():
     """Speeds made with a slower architecture and a faster trainer are met, as near as priors let them."""
-    named = ("fms", "vectorlm", "torchtitan")
-    steps = [x for x in fit_estimate.fitting_steps() if x.levels[0] == "all A100"]
+    named, every = ("fms", "vectorlm", "torchtitan"), fit_estimate.fitting_steps()
+    sources = collections.Counter(x.row["source"] for x in every)
+    single = {bool(x.row.get("doubt")): x.weight for x in every if sources[x.row["source"]] == 1}
+    assert single == {True: fit_estimate.DOUBT, False: 1.0}
+    steps = [x for x in every if x.levels[0] == "all A100"]
     steps = [x for x in steps if x.row["trainer"] in named][::3]
     starts = {name: start for name, (start, *_) in fit_estimate.RANGES.items()}
     starts |= {name: 1.0 for step in steps for name in step.levels}
