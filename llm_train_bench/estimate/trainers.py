@@ -116,14 +116,12 @@ def plan_by(words: str, args: Args, script: Script, *others: Any) -> Plan:
     plain = dataclasses.replace(plain, sac_policy="block", amp=amp)
     plan = _staged(plain, trainer, script, *others)
     work = executed_by(plan.work, trainer, args.sac_policy)
-    for what, given in {
-        "sequence_parallel=false is of dense models without latent attention": (
-            not trainer.sequence_parallel and bool(work.config.experts or work.config.latent)
-        ),
-        "graphs=part is of layers=te": trainer.graphs == "part" and not trainer.modules,
-    }.items():
-        if given:
-            raise UsageError(f"--trainer {name}: {what}; leave it out")
+    if not trainer.sequence_parallel and (work.config.experts or work.config.latent):
+        raise UsageError(
+            f"--trainer {name}: sequence_parallel=false is for dense models without latent attention"
+        )
+    if trainer.graphs == "part" and not trainer.modules:
+        raise UsageError(f"--trainer {name}: graphs=part needs layers=te; leave it out")
     if (args.use_fp8 or args.lora_rank) and work.amp != "bf16":
         raise UsageError(f"--trainer {name}: --use-fp8 and --lora-rank need --amp bf16")
     if args.use_fp8:

@@ -223,7 +223,7 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     passes = 1 + back + again
     repeats = int(checkpointed and work.recompute.policy != "cheap")  # what no policy keeps
     shares = work.trainer.sequence_parallel
-    repeats *= shares or again  # what came is whole already
+    repeats *= shares or again  # without shares, what came is kept whole
     spec, experts = config.layers[layer], config.experts_of(layer)
     mixes, follows = spec.mixer is not None, spec.mlp is not None
     if experts is not None:  # of what follows, tp divides only the shared expert

@@ -81,13 +81,14 @@ def estimate_speed(work: Work, gpu: Hardware) -> SpeedEstimate:
 
 
 def _by_trainer(work: Work, gpu: Hardware) -> Hardware:
-    """The device with what the level of the work's trainer makes of its rates; its host is as fast."""
+    """The device with all rates times the level of the work's trainer; its host stays as fast."""
     level, c = work.trainer.level_on(gpu.family or gpu.name), gpu.constants
     if level == 1.0:
         return gpu
     fitted = gpu.fitted | {"level": c.level * level, "bandwidth": c.bandwidth * level}
-    ring, nic = gpu.ring_gb_per_s * level, gpu.nic_gb_per_s * level
-    return dataclasses.replace(gpu, fitted=fitted, ring_gb_per_s=ring, nic_gb_per_s=nic)
+    links = ("ring_gb_per_s", "peer_gb_per_s", "nic_gb_per_s")
+    rates = {name: rate * level for name in links if (rate := getattr(gpu, name))}
+    return dataclasses.replace(gpu, fitted=fitted, **rates)
 
 
 def _slowing(work: Work, gpu: Hardware, network_s: float, pp_rank: int) -> float:
@@ -492,7 +493,7 @@ def block_bytes(work: Work, layer: int, layer_norms: float) -> float:
     d, f = config.hidden_size, config.intermediate_size / tp
     a, kv = config.query_size / tp, work.kv_size
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
-    # Plain: to fp32, square, mean, scale, back, weigh: 34 bytes of a number in bf16.
+    # Plain: to fp32, square, mean, scale, back, weigh: 34 bytes of a number in bf16, 28 in fp32.
     alone = 2 if work.trainer.norms == "fused" else 17 if w == 2 else 7
     norms = spec.norms * (4 if work.compiled else 3 + alone) * d
     norms /= 1.0 if config.rms_norm else layer_norms

@@ -210,8 +210,8 @@ class Trainer:
     norms: Literal["fused", "plain"] = "fused"
     """Whether eager norms are one kernel, or one for each operation, in fp32."""
     elementwise: Literal["bf16", "fp32"] = "bf16"
-    """Format of what is computed between matmuls: autocast leaves fp32 what weights are part of. It is
-    counted in the time alone."""
+    """Format of what modules compute between matmuls. Autocast leaves it in fp32 where a module uses its
+    weights. Estimates of memory do not count it."""
     attention: Literal["auto", "flash", "flash1"] = "auto"
     """FlashAttention 2, or 1, where the device would have a faster one."""
     recompute: Literal["op", "every-other-matmul", "cheap", "mlp"] = "op"
