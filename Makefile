@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 
-.PHONY: demo test layouts test-cells test-oldest test-newest docs records pictures lint peers faults fuzz bench on-gpu \
+.PHONY: demo numerics test layouts test-cells test-oldest test-newest docs records pictures lint peers faults fuzz bench on-gpu \
   gpu-bench cpu-baselines image-test cluster-test clean
 
 # What a run needs, and with it what development needs.
@@ -109,9 +109,9 @@ each = @failed=; for name in $(2); do echo "== $$name"; case $$name in \
 	*) $(1) benchmarks/$$name.py;; esac || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 FORMATS = gpt2-125m:128:1024 gpt2-1.5b:32:1024 llama-3.1-8b:8:4096 llama-8b-16:5:4096 llama-70b-proxy:4:4096
-GPU_BENCHES = gemm numerics recompute:gpt2-1.5b:16:1024 recompute:llama-70b-proxy:2:4096 \
+GPU_BENCHES = gemm recompute:gpt2-1.5b:16:1024 recompute:llama-70b-proxy:2:4096 \
   $(FORMATS:%=number-formats:%)
-BENCHES = numerics gemm recompute:llama-tiny:4:256
+BENCHES = gemm recompute:llama-tiny:4:256
 
 # With a Python that has torch for CUDA or ROCm: make on-gpu PY=python3 PARTS="mission peers" MINUTES=9 OUT=folder.
 PY ?= $(BIN)/python
@@ -125,6 +125,12 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 
 bench: $(READY)
 	$(call each,$(BIN)/python,$(BENCHES))
+
+# Whether fast settings learn as fp32 does. On a CPU, FP8 is emulated: 15 minutes.
+numerics: $(if $(filter $(BIN)/python,$(PY)),$(READY))
+	$(PY) prepare_data.py --stdlib --output-dir data/stdlib
+	EMULATE=$(if $(filter $(BIN)/python,$(PY)),true,false) $(PY) sweep.py configs/sweeps/numerics.yaml --output-dir sweeps/numerics || true
+	$(PY) benchmarks/numerics.py sweeps/numerics/runs
 
 # The scripts on SLURM, for real on this machine, and SkyPilot's check; root, three minutes. PART="slurm" runs a part.
 cluster-test: $(READY)

@@ -482,19 +482,22 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
 def test_numerics_gate_catches_what_learns_otherwise():
     reference = np.linspace(5, 2, 200)
     wrong = reference * np.linspace(1, 1.03, 200)
-    for ok, name, curve, noise in (
-        (True, "bf16", reference * 1.001, 0),
-        (False, "bf16", reference * 1.015, 0),
-        (False, "bf16", wrong, 0),
-        (False, "bf16", np.append(reference[:-1], np.nan), 0),
-        (True, "fp8 tensorwise", reference * 1.015, 0),
-        (False, "fp8 tensorwise", wrong, 0),
-        (False, "fp32 compile", reference * (1 + 2e-4), 0),
+    bf16, fp8 = {"amp": "bf16"}, {"amp": "bf16", "use_fp8": True, "fp8_recipe": "tensorwise"}
+    exact = {"amp": "off"}
+    for ok, args, curve, noise in (
+        (True, bf16, reference * 1.001, 0),
+        (False, bf16, reference * 1.015, 0),
+        (False, bf16, wrong, 0),
+        (False, bf16, np.append(reference[:-1], np.nan), 0),
+        (True, fp8, reference * 1.015, 0),
+        (False, fp8, wrong, 0),
+        (True, fp8 | {"fp8_recipe": "nvfp4"}, wrong, 0),
+        (False, exact, reference * (1 + 2e-4), 0),
         # Where rounding alone carries a curve that far, it says nothing of the compiler.
-        (True, "fp32 compile", reference * (1 + 2e-4), 1e-4),
-        (False, "fp32 compile", reference * (1 + 4e-4), 1e-4),
+        (True, exact, reference * (1 + 2e-4), 1e-4),
+        (False, exact, reference * (1 + 4e-4), 1e-4),
     ):
-        assert numerics.judge(name, curve, reference, noise)["ok"] is ok, name
+        assert numerics.judge(args, curve, reference, noise)["ok"] is ok, args
 
 
 @pytest.mark.parametrize(
