@@ -121,32 +121,6 @@ def _error_of(text: str) -> float:
     return predicted(row, *step_of(row)) / row["tokens_per_sec_per_gpu"] - 1
 
 
-# How the formats of a report's weights are called by trainers.json.
-WEIGHTS = {
-    "bf16 with fp32 master copy": "master-bf16",
-    "fp16 with fp32 master copy": "master-bf16",
-    "bf16 (no fp32 master copy)": "bf16",
-}
-
-
-def reported_step(report: dict) -> tuple[Work, Hardware]:
-    """A report's step and device, with what it says of formats and of the loss."""
-    flags = report["flags"].split()
-    zero = 1 if "--pp" in flags and "master" in WEIGHTS.get(report["weights"], "") else 3
-    if "--reshard-after-forward" in flags:  # as near as our flags come to ZeRO-1 and 2
-        zero = 1 if "--reduce-last" in flags else 2
-    choices = {
-        "weights": WEIGHTS.get(report["weights"], "fp32"),
-        "moments": report.get("moments", "fp32"),
-        "zero": zero,
-        "tp_shards": report["trainer"] in ("megatron", "other"),
-        "loss": report.get("loss") or {"chunked": "chunks"}.get(report["logits"], "whole"),
-    }
-    work, gpu = step_of(report | {"trainer": "ours"})
-    work = dataclasses.replace(work, trainer=dataclasses.replace(work.trainer, **choices))
-    return work, gpu
-
-
 def verdicts(steps: Iterable[tuple[Work, Hardware]]) -> collections.Counter[str]:
     """How often the estimate of memory says which of its verdicts."""
     return collections.Counter(
@@ -347,7 +321,7 @@ def memory_lines() -> list[list[str]]:
         kinds = {f"{name}: published rows, which ran": map(step_of, ran)}
         for oom, what in ((False, "reports of runs that ran"), (True, "reports of OOM")):
             found = [r for r in reports if r["split"] == split and r["oom"] == oom]
-            kinds[f"{name}: {what}"] = map(reported_step, found)
+            kinds[f"{name}: {what}"] = map(step_of, found)
         for kind, steps in kinds.items():
             says = verdicts(steps)
             lines.append([kind, str(says.total()), *(str(says[v]) for v in VERDICTS)])

@@ -428,8 +428,8 @@ def test_verdicts_on_memory_are_right_in_nineteen_of_twenty():
     reports = json.loads((ROOT / "benchmarks/memory-reports.json").read_text(encoding="utf-8"))
     chosen = [r for r in reports["reports"] if r["split"] == "hold"]
     ran = published.verdicts(map(published.step_of, held))
-    ran += published.verdicts(published.reported_step(r) for r in chosen if not r["oom"])
-    oom = published.verdicts(published.reported_step(r) for r in chosen if r["oom"])
+    ran += published.verdicts(published.step_of(r) for r in chosen if not r["oom"])
+    oom = published.verdicts(published.step_of(r) for r in chosen if r["oom"])
     assert ran["does not fit"] <= 0.05 * ran.total() and ran.total() >= 400
     assert oom["fits"] <= 0.05 * oom.total() and oom.total() >= 20
     assert oom["does not fit"] > 0.45 * oom.total() and ran["fits"] > 0.35 * ran.total()
