@@ -119,19 +119,6 @@ TRAINER = "Hugging Face Trainer"
 PRINTED = re.compile(r"\{'(?:loss|train_runtime)':[^{}]{0,4000}\}")
 
 
-def suites_of(text: str) -> dict[str, int]:
-    """The suites whose lines a text has, and how many steps each finds in it."""
-    found = {}
-    for suite, form in SUITES.items():
-        if suite == TRAINER:
-            losses = sum(entry.startswith("{'loss'") for entry in PRINTED.findall(text))
-            found[suite] = losses or len(printed_log(text).steps)
-        elif all(part in text for part in form.line):
-            records = _numbered(text, form)
-            found[suite] = sum(any(_quantities(record, form.rows)) for _, _, record in records)
-    return {suite: n for suite, n in found.items() if n}
-
-
 def parse(text: str, suite: str) -> Log:
     """A log taken for one of a suite; without steps if it is not."""
     if suite == TRAINER:
@@ -142,7 +129,7 @@ def parse(text: str, suite: str) -> Log:
 
 def _numbered(text: str, form: Suite) -> list[tuple[int, int, str]]:
     """Number, end and text of each step; steps of a suite's blocks are counted if it does not."""
-    if not re.search(form.sign, text):
+    if not all(part in text for part in form.line) or not re.search(form.sign, text):
         return []
     records = list(_records(text, form))
     matches = [form.step.search(record) for _, record in records]

@@ -27,7 +27,6 @@ from llm_train_bench.compare.log_formats import (
     log_of,
     logged_step,
     parse,
-    suites_of,
 )
 from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady
 from llm_train_bench.model.json_files import plain_text
@@ -111,13 +110,11 @@ def parse_by(pattern: re.Pattern, text: str) -> Log | None:
 def parse_log(text: str) -> Log | None:
     """A log as one of the first suite that explains half of all steps found; None without any."""
     text = re.sub(r"\x1b?\[[\d;]*m", "", text).replace("\r", "\n")  # colours, progress bars
-    found = suites_of(text)
-    if not found:
+    logs = {suite: parse(text, suite) for suite in SUITES}
+    most = max(len(log.steps) for log in logs.values())
+    if not most:
         return None
-    suite = next(suite for suite, n in found.items() if 2 * n >= max(found.values()))
-    log = parse(text, suite)
-    if not log.steps:
-        return None
+    suite, log = next(pair for pair in logs.items() if 2 * len(pair[1].steps) >= most)
     if begin := last_start(log.steps):
         rest = parse(text[log.steps[begin - 1].end :], suite)
         facts = {k: v for k, v in vars(rest).items() if v is not None}
