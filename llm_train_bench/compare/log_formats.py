@@ -123,29 +123,25 @@ def parse(text: str, suite: str) -> Log:
     """A log taken for one of a suite; without steps if it is not."""
     if suite == TRAINER:
         return printed_log(text)
-    steps = [_step(*record, suite) for record in _numbered(text, SUITES[suite])]
-    return log_of([step for step in steps if step], suite, text)
+    return log_of(list(_steps(text, SUITES[suite])), suite, text)
 
 
-def _numbered(text: str, form: Suite) -> list[tuple[int, int, str]]:
-    """Number, end and text of each step; steps of a suite's blocks are counted if it does not."""
+def _steps(text: str, form: Suite) -> Iterator[LoggedStep]:
+    """The steps with figures in a text; those of a suite's blocks are counted if it does not."""
     if not all(part in text for part in form.line) or not re.search(form.sign, text):
-        return []
+        return
     records = list(_records(text, form))
     matches = [form.step.search(record) for _, record in records]
-    if form.block and not any(matches):
-        return [(i, *record) for i, record in enumerate(records)]
-    pairs = zip(matches, records, strict=True)
-    return [(int(next(filter(None, m.groups()), "0")), *record) for m, record in pairs if m]
-
-
-def _step(number: int, end: int, record: str, suite: str) -> LoggedStep | None:
-    """What a step's text says; None if it has no figures."""
-    step = LoggedStep(number, end=end)
-    for quantity, value in _quantities(record, SUITES[suite].rows):
-        whole = quantity in ("global_batch", "seq_len")
-        setattr(step, quantity, int(value) if whole else value)
-    return step if step != LoggedStep(number) else None
+    counted = form.block and not any(matches)
+    for i, (match, (end, record)) in enumerate(zip(matches, records, strict=True)):
+        if match or counted:
+            number = int(next(filter(None, match.groups()), "0")) if match else i
+            step = LoggedStep(number, end=end)
+            for quantity, value in _quantities(record, form.rows):
+                whole = quantity in ("global_batch", "seq_len")
+                setattr(step, quantity, int(value) if whole else value)
+            if step != LoggedStep(number):
+                yield step
 
 
 def _records(text: str, form: Suite) -> Iterator[tuple[int, str]]:
@@ -179,10 +175,9 @@ def log_of(steps: list[LoggedStep], suite: str, text: str) -> Log:
     if suite == "torchtitan":
         log.n_gpus = _mesh(text)
     if log.n_gpus is None:
-        totals = [(s, s.tokens_per_sec) for s in steps]
-        totals += [(s, (s.samples_per_sec or 0) * (s.seq_len or 0)) for s in steps]
-        each = "tokens_per_sec_per_gpu"
-        ratio = next((t / getattr(s, each) for s, t in totals if t and getattr(s, each)), 0.0)
+        totals = [s.tokens_per_sec or (s.samples_per_sec or 0) * (s.seq_len or 0) for s in steps]
+        rates = zip(totals, (s.tokens_per_sec_per_gpu for s in steps), strict=True)
+        ratio = next((total / per_gpu for total, per_gpu in rates if total and per_gpu), 0.0)
         log.n_gpus = round(ratio) if 0.5 < ratio < 1e6 else None
     if log.n_gpus is None and log.global_batch and log.micro_batch and log.accumulation:
         log.n_gpus = log.global_batch // (log.micro_batch * log.accumulation) or None
@@ -277,9 +272,8 @@ def hugging_face(
         if any(s.tokens_per_sec_per_gpu for s in steps):
             log.notes.append("axolotl counts trainable tokens, without prompts and padding")
     trained = max((entry.get("tokens/trainable") or 0.0 for entry in entries), default=0.0)
-    seconds = whole.get("train_runtime")
-    log.counted_tokens_per_sec = trained / seconds if trained and seconds else None
     tokens, seconds = whole.get("num_input_tokens_seen"), whole.get("train_runtime")
+    log.counted_tokens_per_sec = trained / seconds if trained and seconds else None
     tokens, seconds = (tokens, seconds) if tokens and seconds else counters
     if tokens:
         log.tokens_per_sec = tokens / seconds

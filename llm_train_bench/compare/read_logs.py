@@ -10,6 +10,7 @@ import dataclasses
 import io
 import itertools
 import math
+import operator
 import re
 import statistics
 from collections.abc import Sequence
@@ -185,8 +186,8 @@ def _between_lines(entries: list[dict[str, Any]]) -> list[LoggedStep]:
     for entry in entries:
         number, tokens = entry["step"], as_number(entry.get("total_tokens")) or 0.0
         clock = re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d+):(\d+)", str(entry.get("elapsed_time")))
-        days, *hours = (int(n or 0) for n in clock.groups()) if clock else (0, 0, 0, 0)
-        seconds = 86400 * days + 3600 * hours[0] + 60 * hours[1] + hours[2]
+        parts = map(int, clock.groups("0") if clock else ())
+        seconds = sum(map(operator.mul, parts, (86400, 3600, 60, 1)))
         # Both since the start; the clock shows whole seconds.
         rate = as_number(entry.get("throughput")) or 0.0
         now = number, tokens / rate if rate else seconds, tokens
@@ -248,13 +249,13 @@ def last_start(steps: list[LoggedStep]) -> int:
 def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     """A log as a record: rates over its steady steps, all figures of the same steps."""
     steps = log.steps
-    n = facts.of(path, "n_gpus", log.n_gpus)
-    hardware = facts.of(path, "hardware", log.hardware)
+    log.seq_len = log.seq_len or steps[-1].seq_len
+    log.global_batch = steps[-1].global_batch or log.global_batch
+    for name in FACTS:
+        setattr(log, name, facts.of(path, name, getattr(log, name)))
+    n, length, batch, hardware = log.n_gpus, log.seq_len, log.global_batch, log.hardware
     with contextlib.suppress(UsageError):  # another machine
         hardware = hardware and find_hardware(hardware).name
-    length = facts.of(path, "seq_len", log.seq_len or steps[-1].seq_len)
-    batch = facts.of(path, "global_batch", steps[-1].global_batch or log.global_batch)
-    parameters = facts.of(path, "parameters", log.parameters)
     notes, doubts = list(log.notes), []
     if earlier := log.earlier_steps:
         notes.append(f"several runs in this log: {earlier} lines of earlier ones left out")
@@ -276,18 +277,14 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     if times and batch and length:
         # Each step with its own batch and length: they may still be growing.
         sizes = [(s.global_batch or batch) * (s.seq_len or length) for s in body if s.time_s]
-        counted = sum(sizes[-len(times) :]) / sum(times)
+        counted = sum(sizes) / sum(times)
     if times and log.tokens_per_step:
         total = log.tokens_per_step * len(times) / sum(times)
     elif per_gpu is None and total is None:
         if times and log.micro_batch and length and log.suite == "litgpt":
             per_gpu = log.micro_batch * length * len(times) / sum(times)
-        elif counted:
-            total = counted
-        elif log.tokens_per_sec:
-            total = log.tokens_per_sec
-        elif samples and length:
-            total = samples * length
+        else:
+            total = counted or log.tokens_per_sec or (samples or 0.0) * (length or 0) or None
     if per_gpu is None and total and n:
         per_gpu = total / n
     elif total is None and per_gpu and n:
@@ -309,12 +306,12 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         notes.append(f"no tokens/s: the log lacks {lacks}; --log KEY=VALUE supplies them")
     elif per_gpu is None:
         notes.append("no tokens/s per GPU: the log lacks their number; --log gpus=N supplies it")
-    losses = [(s.step, s.loss) for s in steps if s.loss is not None]
-    device, convention = device_called(hardware), log.suite
-    if parameters and per_gpu and not means["tflops"] and not means["mfu"]:
+    convention = log.suite
+    if log.parameters and per_gpu and not means["tflops"] and not means["mfu"]:
         attention = log.attention_flops * (length or 0)
-        means["tflops"] = (6 * parameters + attention) * per_gpu / 1e12
+        means["tflops"] = (6 * log.parameters + attention) * per_gpu / 1e12
         convention = "palm" if attention else "6 N"
+        device = device_called(hardware)
         means["mfu"] = means["tflops"] / device.bf16_tflops if device else None
     return Record(
         path=str(path),
@@ -322,8 +319,8 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         label=path.stem,
         hardware=hardware,
         n_gpus=n,
-        model=(model := facts.of(path, "model", log.model)) or path.stem,
-        model_told=model is not None,
+        model=log.model or path.stem,
+        model_told=log.model is not None,
         provenance={"suite": log.suite},
         seq_len=length,
         global_batch=batch,
@@ -335,7 +332,7 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         flop_convention=convention,
         memory_gib=max((s.memory_gib for s in steps if s.memory_gib), default=None),
         memory_kind=log.memory_kind,
-        losses=losses,
+        losses=[(s.step, s.loss) for s in steps if s.loss is not None],
         hyperparameters={k: v for k, v in (("seq_len", length), ("global_batch", batch)) if v},
         remarks=[Remark(kind="information", text=note) for note in notes]
         + [Remark(kind="disturbed", text=doubt) for doubt in doubts],
