@@ -72,9 +72,9 @@ Quantity = tuple[str, str, re.Pattern]  # quantity, unit, pattern
 class Suite:
     """How a suite writes its log; see log_formats.toml."""
 
-    step: re.Pattern
     rows: list[Quantity]  # of a step
     facts: list[Quantity]  # of the run
+    step: str = "(?!)"
     line: list[str] = dataclasses.field(default_factory=list)
     never: list[str] = dataclasses.field(default_factory=list)
     block: bool = False
@@ -87,13 +87,13 @@ class Suite:
 def _suites() -> dict[str, Suite]:
     """The suites of the table, in its order."""
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "facts", "step"}
+    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "facts"}
 
     def rows(table: dict[str, Any], of_run: bool) -> Iterator[Quantity]:
         for key, texts in table.items():
             if key == "include":
                 yield from rows(tables[texts], of_run)
-            elif key not in settings | {"step"}:
+            elif key not in settings:
                 name, _, unit = key.partition(" ")
                 quantity, _, over = name.partition("@")
                 number = LOSS if quantity == "loss" else N
@@ -104,7 +104,6 @@ def _suites() -> dict[str, Suite]:
     header = list(rows(tables.pop("HEADER"), of_run=True))
     return {
         name: Suite(
-            re.compile(table.get("step", "(?!)")),
             list(rows(table, of_run=False)),
             [*rows(table, of_run=True), *header],
             **{key: table[key] for key in settings & table.keys()},
@@ -131,7 +130,7 @@ def _steps(text: str, form: Suite) -> Iterator[LoggedStep]:
     if not all(part in text for part in form.line) or not re.search(form.sign, text):
         return
     records = list(_records(text, form))
-    matches = [form.step.search(record) for _, record in records]
+    matches = [re.search(form.step, record) for _, record in records]
     counted = form.block and not any(matches)
     for i, (match, (end, record)) in enumerate(zip(matches, records, strict=True)):
         if match or counted:
@@ -252,18 +251,15 @@ def hugging_face(
     for entry, end in zip(entries, ends or [0] * len(entries), strict=True):
         if "train_loss" in entry or "train_samples_per_second" in entry:
             whole = entry
-            continue
-        if entry.get("loss") is None:
-            continue
-        number = int(entry.get("step") or len(steps) + 1)
-        step = logged_step(entry, number, TRAINER)
-        step.end = end
-        tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
-        if tokens and seconds:
-            if 0 < counters[0] < tokens and counters[1] < seconds:
-                step.tokens_per_sec = (tokens - counters[0]) / (seconds - counters[1])
-            counters = tokens, seconds
-        steps.append(step)
+        elif entry.get("loss") is not None:
+            step = logged_step(entry, int(entry.get("step") or len(steps) + 1), TRAINER)
+            step.end = end
+            tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
+            if tokens and seconds:
+                if 0 < counters[0] < tokens and counters[1] < seconds:
+                    step.tokens_per_sec = (tokens - counters[0]) / (seconds - counters[1])
+                counters = tokens, seconds
+            steps.append(step)
     if whole and not steps:
         steps = [LoggedStep(int(whole.get("step") or 0))]
     log = log_of(steps, TRAINER, text)

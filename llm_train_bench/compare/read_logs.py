@@ -52,10 +52,8 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
     log = parse_by(facts.pattern, text) if facts.pattern else None
     log = log or parse_log(text)
     if log is None:
-        pattern = (
-            "the --log-pattern matches no line" if facts.pattern else "--log-pattern reads any"
-        )
-        raise UsageError(f"{path}: not a log of a known suite; {pattern}")
+        why = "the --log-pattern matches no line" if facts.pattern else "--log-pattern reads any"
+        raise UsageError(f"{path}: not a log of a known suite; {why}")
     return [record_of(log, path, facts)]
 
 

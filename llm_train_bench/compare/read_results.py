@@ -7,6 +7,7 @@ performance_metrics, memory_metrics, step_times, loss_values.
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     return record_of_result(result, read_steps(path.parent / "steps.jsonl"), str(path))
 
 
-def record_of_result(r: Result, steps: list[dict[str, Any]], path: str) -> Record:
+def record_of_result(r: Result, steps: Sequence[dict[str, Any]] = (), path: str = "") -> Record:
     """A run of ours as a record; `steps` as steps.jsonl has them."""
     m, a = r.metrics, r.args
     memory_gib, memory_kind = r.peak_memory

@@ -131,9 +131,8 @@ def name_settings(members: Sequence[Record]) -> str:
         return ""
     conditions = {key for r in members for key in r.conditions} - default.keys()
     hidden = {*differ, *conditions, "model", "data", "seq_len"}
-    return setting_name(
-        {k: v for k, v in known[0].items() if k in keys and k not in hidden}, default
-    )
+    shared = {k: v for k, v in known[0].items() if k in keys and k not in hidden}
+    return setting_name(shared, default)
 
 
 def _facts(r: Record) -> dict[str, Any]:

@@ -142,14 +142,13 @@ def shareable(r: Result) -> Result:
 
 def _private(key: str, value: Any) -> bool:
     """Whether a key of a config may say more than the model's shape; few keys have texts."""
+    if not re.fullmatch(r"[a-z]\w{0,59}", key, re.ASCII):
+        return True
     if isinstance(value, dict):
         return any(_private(k, v) for k, v in value.items())
     if isinstance(value, list):
         return any(_private(key, v) for v in value)
-    known = isinstance(value, str) and key in TEXT_KEYS and re.fullmatch(r"\w{1,40}", value)
-    return not re.fullmatch(r"[a-z]\w{0,59}", key, re.ASCII) or (
-        isinstance(value, str) and not known
-    )
+    return isinstance(value, str) and not (key in TEXT_KEYS and re.fullmatch(r"\w{1,40}", value))
 
 
 def public_environment(e: dict[str, Any]) -> dict[str, Any]:
