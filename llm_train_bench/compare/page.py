@@ -91,7 +91,7 @@ def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
         lines.append(f'<tr class="{kind}" data-text="{escape(words.lower())}">{cells}</tr>')
     body = "\n".join(lines)
     table = f'<table class="settings"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div><button class="more" hidden></button>'
+    return f'<div class="scroll">{table}</div>'
 
 
 def _cell(value: Any, text: str) -> str:
