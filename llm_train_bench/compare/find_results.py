@@ -4,7 +4,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, one_line
@@ -59,13 +59,12 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     return without_copies(records)
 
 
-def without_copies(records: Iterable[Record], besides: Iterable[Record] = ()) -> list[Record]:
+def without_copies(records: Sequence[Record], besides: Sequence[Record] = ()) -> list[Record]:
     """Each run once, also of those `besides`; a result.json goes before its copy in a file of runs."""
 
     def mark(r: Record) -> tuple | None:
         return r.result and (run_id(r.result), len(r.result.attempts), tuple(r.step_times_s))
 
-    records = list(records)
     first: dict[tuple | None, Record] = {}
     for r in sorted([*besides, *records], key=lambda r: Path(r.path).name != "result.json"):
         first.setdefault(mark(r), r)

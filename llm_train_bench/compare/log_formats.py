@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from typing import Any
 N = r"([-+]?(?<![\d,.])(?:\d[\d,]{0,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?)"
 LOSS = rf"((?i:nan|[-+]?inf)|{N[1:]}"
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "%": 0.01, "GiB": 1.0, "GB": 1e9 / 2**30, "B": 2**-30}
-UNITS["MB"] = 1e6 / 2**30
-UNITS |= {"TFLOP/s": 1.0, "FLOP/s": 1e-12}
+UNITS |= {"MB": 1e6 / 2**30, "TFLOP/s": 1.0, "FLOP/s": 1e-12}
 UNITS |= {"K": 1e3, "M": 1e6, "G": 1e9}  # after a number of tokens
 UNITS["%A100"] = 3.12  # of 312 TFLOP/s, whatever the GPU
 
@@ -212,10 +211,10 @@ def _mesh(text: str) -> int | None:
     return None
 
 
-def logged_step(entry: Mapping[str, Any], number: int, suite: str) -> LoggedStep:
+def logged_step(entry: Mapping[str, Any], number: int, keys: Iterable[str]) -> LoggedStep:
     """A step of an entry's keys; without figures if it has none of them, as one of validation."""
     step = LoggedStep(number)
-    for row in SUITES[suite].keys:
+    for row in keys:
         quantity, _, key = row.partition("=")
         name, _, unit = quantity.partition(" ")
         value = entry.get(key)
@@ -252,7 +251,8 @@ def hugging_face(
         if "train_loss" in entry or "train_samples_per_second" in entry:
             whole = entry
         elif entry.get("loss") is not None:
-            step = logged_step(entry, int(entry.get("step") or len(steps) + 1), TRAINER)
+            number = int(entry.get("step") or len(steps) + 1)
+            step = logged_step(entry, number, SUITES[TRAINER].keys)
             step.end = end
             tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
             if tokens and seconds:

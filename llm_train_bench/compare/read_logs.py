@@ -24,7 +24,6 @@ from llm_train_bench.compare.log_formats import (
     Log,
     LoggedStep,
     as_number,
-    hugging_face,
     log_of,
     logged_step,
     parse,
@@ -34,9 +33,9 @@ from llm_train_bench.model.json_files import plain_text
 from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import json_lines
 
-# Groups of --log-pattern: the quantity of a step that each is, and its unit.
-GROUPS = {f.name: (f.name, 1.0) for f in dataclasses.fields(LoggedStep) if f.compare}
-GROUPS |= {"time_ms": ("time_s", 1e-3), "mfu_percent": ("mfu", 0.01)}
+# Groups of --log-pattern, each as a row of a suite's `keys`.
+GROUPS = {f.name: f"{f.name}={f.name}" for f in dataclasses.fields(LoggedStep) if f.compare}
+GROUPS |= {"time_ms": "time_s ms=time_ms", "mfu_percent": "mfu %=mfu_percent"}
 # The column by which a file of JSON lines is known.
 SIGN_KEYS = {
     "NeMo Automodel": "tps",
@@ -97,12 +96,8 @@ def parse_by(pattern: re.Pattern, text: str) -> Log | None:
     steps = []
     for match in filter(None, map(pattern.search, text.splitlines())):
         values = {name: as_number(value) for name, value in match.groupdict("").items()}
-        step = LoggedStep(int(values.get("step") or len(steps)))
-        for name, value in values.items():
-            field, factor = GROUPS[name]
-            if field != "step" and isinstance(value, float) and (field == "loss" or value > 0):
-                setattr(step, field, value * factor)
-        steps.append(step)
+        number = int(values.get("step") or len(steps))
+        steps.append(logged_step(values, number, GROUPS.values()))
     return Log(steps, "--log-pattern") if steps else None
 
 
@@ -160,7 +155,7 @@ def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: Lo
     if suite == "LLaMA-Factory":
         steps, entries = _between_lines(entries), []
     for entry in entries:
-        step = logged_step(entry, int(entry["step"]), suite)
+        step = logged_step(entry, int(entry["step"]), SUITES[suite].keys)
         if step != LoggedStep(step.step):
             steps.append(step)
             tokens.append((entry.get("tokens"), entry.get("time")))
@@ -193,20 +188,12 @@ def _between_lines(entries: list[dict[str, Any]]) -> list[LoggedStep]:
             steps.clear()
             before = now
         if entry.get("loss") is not None and number not in steps:  # or another rank's line
-            step = steps[number] = logged_step(entry, number, "LLaMA-Factory")
+            step = steps[number] = logged_step(entry, number, SUITES["LLaMA-Factory"].keys)
             if before[0] < number and before[1] < now[1]:
                 step.time_s = (now[1] - before[1]) / (number - before[0])
                 step.tokens_per_sec = (tokens - before[2]) / (now[1] - before[1]) or None
         before = now
     return [*steps.values()]
-
-
-def read_trainer_state(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
-    """A trainer_state.json of the Hugging Face Trainer; UsageError without any step."""
-    log = hugging_face(content["log_history"])
-    if not log.steps:
-        raise UsageError(f"{path}: its log_history has no training step")
-    return record_of(log, path, facts)
 
 
 def read_automodel(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:

@@ -160,10 +160,8 @@ def public_environment(e: dict[str, Any]) -> dict[str, Any]:
         kept[name] = e.get(name) if isinstance(e.get(name), bool | int) else None
     for name in ("git_sha", "git_diff"):
         kept[name] = e.get(name) if re.fullmatch(r"[0-9a-f]{7,40}", str(e.get(name))) else None
-    libraries, settings, image = (
-        part if isinstance(part := e.get(name), dict) else {}
-        for name in ("libraries", "settings", "image")
-    )
+    parts = (e.get(name) for name in ("libraries", "settings", "image"))
+    libraries, settings, image = (part if isinstance(part, dict) else {} for part in parts)
     kept["libraries"] = {k: v for k, v in libraries.items() if word(k) and word(v)}
     public = [k for k in settings if word(k) and not PLACES.search(k) and not SECRET.search(k)]
     kept["settings"] = {k: settings[k] for k in public if VARIABLE.fullmatch(str(settings[k]))}
