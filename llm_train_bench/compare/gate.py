@@ -193,10 +193,9 @@ def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: floa
             text = f"{v.text}; {baseline} has this setting on {elsewhere[name]}"
             verdicts[i] = dataclasses.replace(v, text=text)
     places = {(r.hardware, r.n_gpus) for r in runs}
-    for key, (first, *_) in stored.items():
-        if key not in measured and (first.hardware, first.n_gpus) in places:
-            verdicts.append(Verdict("NOT MEASURED", name_by_itself(first)))
-    return verdicts
+    missing = [first for key, (first, *_) in stored.items() if key not in measured]
+    due = [r for r in missing if (r.hardware, r.n_gpus) in places]
+    return verdicts + [Verdict("NOT MEASURED", name_by_itself(r)) for r in due]
 
 
 def own_runs(paths: Sequence[str | Path], besides: Path) -> list[Record]:

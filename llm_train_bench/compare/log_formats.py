@@ -226,20 +226,18 @@ def logged_step(entry: Mapping[str, Any], number: int, keys: Iterable[str]) -> L
 
 def printed_log(text: str) -> Log:
     """The log of the dictionaries that the Trainer prints, {'loss': ...} and {'train_runtime': ...}."""
-    entries, ends = [], []
+    entries = []
     for match in PRINTED.finditer(text):
         with contextlib.suppress(ValueError, SyntaxError):
-            entries.append(ast.literal_eval(re.sub(r": (nan|-?inf)\b", r": '\1'", match[0])))
-            ends.append(match.end())
-    return hugging_face(entries, text, ends)
+            entry = ast.literal_eval(re.sub(r": (nan|-?inf)\b", r": '\1'", match[0]))
+            entries.append(entry | {"end": match.end()})
+    return hugging_face(entries, text)
 
 
-def hugging_face(
-    entries: Sequence[Mapping[str, Any]], text: str = "", ends: Sequence[int] = ()
-) -> Log:
+def hugging_face(entries: Sequence[Mapping[str, Any]], text: str = "") -> Log:
     """The Trainer's log entries; rates are those of tokens seen, or samples/s of the whole run.
 
-    If they were printed in a text, `ends` has where each of them ends in it.
+    If they were printed in a text, each has its `end` in it.
     Its final `train_tokens_per_second` is of one rank in some releases, so nothing is read from it.
     """
     entries = [{k: as_number(v) for k, v in entry.items()} for entry in entries]
@@ -247,13 +245,13 @@ def hugging_face(
     steps: list[LoggedStep] = []
     counters: tuple[float, float] = 0.0, 0.0  # tokens seen, and seconds
     whole: dict[str, Any] = {}
-    for entry, end in zip(entries, ends or [0] * len(entries), strict=True):
+    for entry in entries:
         if "train_loss" in entry or "train_samples_per_second" in entry:
             whole = entry
         elif entry.get("loss") is not None:
             number = int(entry.get("step") or len(steps) + 1)
             step = logged_step(entry, number, SUITES[TRAINER].keys)
-            step.end = end
+            step.end = entry.get("end") or 0
             tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
             if tokens and seconds:
                 if 0 < counters[0] < tokens and counters[1] < seconds:
