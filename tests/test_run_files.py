@@ -148,7 +148,8 @@ def test_nothing_private_leaves_the_machine(tmp_path, capsys):
     content["environment"]["libraries"] |= {every: "1", "torch": "2.11.0"}
     content["model"]["ignored_keys"] = ["notes_of_jane"]
     content["model"]["config"] |= {"_name_or_path": home, "hub_token": SECRETS["token"],
-                                   "architectures": [every], "notes_of_jane": 5}  # fmt: skip
+                                   "architectures": [every], "notes_of_jane": 5,
+                                   every: {"a": 1}, home: []}  # fmt: skip
     content["observed"]["paths"] = {every: every}
     content["observed"]["attention"]["forward"] += [SECRETS["bucket"]]
     times = dict.fromkeys(f"{x}_time_mean_s" for x in ("forward", "backward", "optimizer"))

@@ -14,9 +14,9 @@ MOST_BARS, MOST = 20, 1e15
 
 def speed_bars(rows: Sequence[tuple[Compared, str]]) -> str:
     """A bar for each setting and colour, from 0, with a mark for each of its runs."""
-    rated = [(r, rate, colour) for row, colour in rows
-             if (rate := (r := row.record).tokens_per_sec_per_gpu)]  # fmt: skip
-    most = max((max([rate, *r.rates]) for r, rate, _ in rated), default=0.0)
+    rated = [(row.record, row.record.tokens_per_sec_per_gpu or 0.0, colour) for row, colour in rows]
+    rated = [bar for bar in rated if bar[1]]
+    most = max((max([speed, *r.rates]) for r, speed, _ in rated), default=0.0)
     parts = []
     for r, speed, colour in rated[:MOST_BARS]:
         marks = (f'<i style="left:{100 * rate / most:.2f}%"></i>' for rate in r.rates[:30])
@@ -29,12 +29,14 @@ def speed_bars(rows: Sequence[tuple[Compared, str]]) -> str:
     return f'<div class="bars">{"".join(parts)}</div>{more}' if len(parts) > 1 else ""
 
 
+def dotted_name(row: Compared, colour: str) -> str:
+    """A setting's name after a dot of its colour."""
+    return f'<span class="dot" style="background:{colour}"></span>{escape(row.record.setting)}'
+
+
 def panel(title: str, rows: Sequence[tuple[Compared, str]], drawing: str, folded: str = "") -> str:
     """A chart with its title and the names of its colours; `folded` says why it is not open."""
-    names = "".join(
-        f'<span><span class="dot" style="background:{colour}"></span>{escape(row.record.setting)}</span>'
-        for row, colour in rows
-    )
+    names = "".join(f"<span>{dotted_name(row, colour)}</span>" for row, colour in rows)
     inside = f'<h3>{title}</h3><p class="legend">{names}</p>{drawing}'
     if folded:
         inside = f"<details><summary>{folded}</summary>{inside}</details>"
@@ -42,10 +44,11 @@ def panel(title: str, rows: Sequence[tuple[Compared, str]], drawing: str, folded
 
 
 class Axes:
-    """Axes of a plot of these values: places of values, and the SVG around what is drawn."""
+    """Axes of a plot of these points: places of values, and the SVG around what is drawn."""
 
-    def __init__(self, xs: Sequence[float], ys: Sequence[float], x_name: str):
-        self.x_range, self.y_range, self.x_name = _range(xs), _range(ys), x_name
+    def __init__(self, points: Sequence[tuple[float, float]], x_name: str):
+        self.x_range, self.y_range = map(_range, zip(*points, strict=True))
+        self.x_name = x_name
 
     def x(self, value: float) -> float:
         """Where a value is from the left [pixels]."""
@@ -73,12 +76,9 @@ class Axes:
             f'<text x="{self.x(t)}" y="{bottom}" text-anchor="middle">{t:,.6g}</text>'
             for t in _ticks(*self.x_range)
         ]
-        middle = (LEFT + WIDTH) / 2
-        ticks.append(
-            f'<text x="{middle}" y="{HEIGHT - 3}" text-anchor="middle">{self.x_name}</text>'
-        )
+        place = f'x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 3}" text-anchor="middle"'
         box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}"'
-        return f"<svg {box}>{''.join(ticks)}{inside}</svg>"
+        return f"<svg {box}>{''.join(ticks)}<text {place}>{self.x_name}</text>{inside}</svg>"
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -104,7 +104,7 @@ def speed_against_memory(rows: Sequence[tuple[Compared, str]]) -> str:
     if len(points) < 2 or len(kinds) > 1:
         return ""
     kind = (kinds.pop() or "").replace("allocated", "")
-    axes = Axes([x for _, _, x, _ in points], [y for *_, y in points], f"memory, GiB {kind}")
+    axes = Axes([(x, y) for *_, x, y in points], f"memory, GiB {kind}")
     frontier: list[tuple[float, float]] = []
     for _, _, x, y in sorted(points, key=lambda point: (point[2], -point[3])):
         if not frontier or y > frontier[-1][1]:
@@ -121,23 +121,21 @@ def speed_against_memory(rows: Sequence[tuple[Compared, str]]) -> str:
 
 def loss_curves(rows: Sequence[tuple[Compared, str]]) -> str:
     """Training loss by step; folded where the tokens were random, since nothing is learnt."""
-    curves = []
-    for row, colour in rows:
-        losses = [(n, loss) for n, loss in row.record.losses if n < MOST and -MOST < loss < MOST]
-        curves.append((row, colour, losses[:: math.ceil(len(losses) / 200) or 1]))
-    curves = [curve for curve in curves if len(curve[2]) > 1]
-    real = [
-        curve for curve in curves if (curve[0].record.arguments or {}).get("data") != "synthetic"
-    ]
-    curves = real or curves
-    if not curves:
+    known = [pair for pair in rows if len(_curve(pair[0])) > 1]
+    real = [(row, c) for row, c in known if (row.record.arguments or {}).get("data") != "synthetic"]
+    drawn = real or known
+    if not drawn:
         return ""
-    points = [point for *_, curve in curves for point in curve]
-    axes = Axes([x for x, _ in points], [y for _, y in points], "step")
+    axes = Axes([point for row, _ in drawn for point in _curve(row)], "step")
     inside = "".join(
-        f'<path class="curve" stroke="{colour}" d="{axes.line(curve)}"/>'
-        for _, colour, curve in curves
+        f'<path class="curve" stroke="{colour}" d="{axes.line(_curve(row))}"/>'
+        for row, colour in drawn
     )
     folded = "" if real else "Losses of random tokens, in which nothing can be learnt"
-    named = [(row, colour) for row, colour, _ in curves]
-    return panel("Training loss by step", named, axes.svg("training loss by step", inside), folded)
+    return panel("Training loss by step", drawn, axes.svg("training loss by step", inside), folded)
+
+
+def _curve(row: Compared) -> list[tuple[int, float]]:
+    """A setting's losses that can be drawn, of at most 200 steps."""
+    losses = [(n, loss) for n, loss in row.record.losses if n < MOST and -MOST < loss < MOST]
+    return losses[:: math.ceil(len(losses) / 200) or 1]

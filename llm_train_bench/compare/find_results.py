@@ -4,7 +4,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, one_line
@@ -17,6 +17,7 @@ from llm_train_bench.model.json_files import FACTS, plain_file, plain_text
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
 READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_metrics_csv}  # others are logs
+NO_RESULT = re.compile(r"steps\.jsonl|rank\d+\.txt")
 # Errors that a file of a known kind can cause in a reader.
 UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, csv.Error)
 
@@ -33,8 +34,12 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
         if not path.exists():
             raise UsageError(f"{path}: no such file or directory")
         files = discover(path) if path.is_dir() else [path]
-        fresh, found, unread = list(not_taken(files, taken)), [], {}
-        for file in fresh:
+        n_taken, found, unread = len(taken), [], {}
+        for file in files:
+            place = os.path.realpath(file)  # in a loop of links, files come again
+            if place in taken:
+                continue
+            taken.add(place)
             try:
                 found += _parse(file, facts)
             except UsageError as error:
@@ -48,27 +53,18 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
         if len(others) > 1:
             names = ", ".join(others)[:300]
             say(f"{path}: {len(others)} files are no results: {names}; name one to see why")
-        if not found and (fresh or not files):
+        if not found and (len(taken) > n_taken or not files):
             raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
         records += found
     return without_copies(records)
 
 
-def not_taken(files: Iterable[Path], taken: set[str]) -> Iterator[Path]:
-    """Those that were not taken before; they are now."""
-    for file in files:
-        if (place := os.path.realpath(file)) not in taken:  # of a loop of links too
-            taken.add(place)
-            yield file
-
-
-def without_copies(records: Iterable[Record], besides: Iterable[Record] = ()) -> list[Record]:
+def without_copies(records: Sequence[Record], besides: Sequence[Record] = ()) -> list[Record]:
     """Each run once, also of those `besides`; a result.json goes before its copy in a file of runs."""
 
     def mark(r: Record) -> tuple | None:
         return r.result and (run_id(r.result), len(r.result.attempts), tuple(r.step_times_s))
 
-    records = list(records)
     first: dict[tuple | None, Record] = {}
     for r in sorted([*besides, *records], key=lambda r: Path(r.path).name != "result.json"):
         first.setdefault(mark(r), r)
@@ -81,18 +77,14 @@ def discover(directory: Path) -> list[Path]:
     for here, directories, files in walk(directory):
         if FACTS in files:  # a checkpoint
             directories.clear()
-            continue
-        if {"result.json", "steps.jsonl"} <= set(files):
+        elif {"result.json", "steps.jsonl"} <= set(files):
             candidates.append(here / "result.json")
             directories.clear()
-            continue
-        if {"rows.jsonl", "sweep.json"} & set(files):  # a sweep
+        elif {"rows.jsonl", "sweep.json"} & set(files):  # a sweep
             directories[:] = [d for d in directories if d not in ("logs", "probes", "tensorboard")]
-            continue
-        for name in files:
-            known = Path(name).suffix in SUFFIXES and name != "steps.jsonl"
-            if known and not re.fullmatch(r"rank\d+\.txt", name):
-                candidates.append(here / name)
+        else:
+            known = [name for name in files if Path(name).suffix in SUFFIXES]
+            candidates += [here / name for name in known if not NO_RESULT.fullmatch(name)]
     return candidates
 
 

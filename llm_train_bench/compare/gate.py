@@ -84,11 +84,6 @@ def interval_of(runs: Sequence[Record]) -> tuple[float, float]:
     return max(low, 0.0), high
 
 
-def peak_of(runs: Sequence[Record]) -> float:
-    """The most memory of any run [GiB]; 0 where it is not known."""
-    return max(r.memory_gib or 0.0 for r in runs)
-
-
 def answer(now: Mean, was: Mean, tolerance: float) -> str:
     """`ok` if the loss is surely within the tolerance, `SLOWER` if surely beyond, else `UNCERTAIN`."""
     part = 1 - tolerance
@@ -138,8 +133,8 @@ def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) 
         f"{named}: {now.value:,.0f} tokens/s per device [{low:,.0f}, {high:,.0f}], "
         f"was {was.value:,.0f} ({now.value / was.value - 1:+.1%})"
     ]
-    if (own := before[0].tolerance) is not None:
-        tolerance = own
+    if before[0].tolerance is not None:
+        tolerance = before[0].tolerance
         texts.append(f"tolerance {tolerance:.3g}")
     if len({str(r.conditions) for r in usable}) > 1:
         changes = _changes(usable[0].conditions, usable[-1].conditions)
@@ -153,7 +148,7 @@ def judge(runs: Sequence[Record], baseline: Sequence[Record], tolerance: float) 
         now = dataclasses.replace(now, std=(high - low) / 2 / NORMAL)
     speed = answer(now, was, tolerance)
     worse = ["SLOWER"] if speed == "SLOWER" else []
-    memory, limit = peak_of(usable), peak_of(before)
+    memory, limit = (max(r.memory_gib or 0.0 for r in each) for each in (usable, before))
     if limit and memory > (1 + tolerance) * limit:
         worse.append("MORE MEMORY")
         texts.append(f"{memory:.2f} GiB, was {limit:.2f} ({memory / limit - 1:+.1%})")
@@ -198,10 +193,9 @@ def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: floa
             text = f"{v.text}; {baseline} has this setting on {elsewhere[name]}"
             verdicts[i] = dataclasses.replace(v, text=text)
     places = {(r.hardware, r.n_gpus) for r in runs}
-    for key, (first, *_) in stored.items():
-        if key not in measured and (first.hardware, first.n_gpus) in places:
-            verdicts.append(Verdict("NOT MEASURED", name_by_itself(first)))
-    return verdicts
+    missing = [first for key, (first, *_) in stored.items() if key not in measured]
+    due = [r for r in missing if (r.hardware, r.n_gpus) in places]
+    return verdicts + [Verdict("NOT MEASURED", name_by_itself(r)) for r in due]
 
 
 def own_runs(paths: Sequence[str | Path], besides: Path) -> list[Record]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from typing import Any
 N = r"([-+]?(?<![\d,.])(?:\d[\d,]{0,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?)"
 LOSS = rf"((?i:nan|[-+]?inf)|{N[1:]}"
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "%": 0.01, "GiB": 1.0, "GB": 1e9 / 2**30, "B": 2**-30}
-UNITS["MB"] = 1e6 / 2**30
-UNITS |= {"TFLOP/s": 1.0, "FLOP/s": 1e-12}
+UNITS |= {"MB": 1e6 / 2**30, "TFLOP/s": 1.0, "FLOP/s": 1e-12}
 UNITS |= {"K": 1e3, "M": 1e6, "G": 1e9}  # after a number of tokens
 UNITS["%A100"] = 3.12  # of 312 TFLOP/s, whatever the GPU
 
@@ -72,9 +71,9 @@ Quantity = tuple[str, str, re.Pattern]  # quantity, unit, pattern
 class Suite:
     """How a suite writes its log; see log_formats.toml."""
 
-    step: re.Pattern
     rows: list[Quantity]  # of a step
     facts: list[Quantity]  # of the run
+    step: str = "(?!)"
     line: list[str] = dataclasses.field(default_factory=list)
     never: list[str] = dataclasses.field(default_factory=list)
     block: bool = False
@@ -87,13 +86,13 @@ class Suite:
 def _suites() -> dict[str, Suite]:
     """The suites of the table, in its order."""
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "facts", "step"}
+    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "facts"}
 
     def rows(table: dict[str, Any], of_run: bool) -> Iterator[Quantity]:
         for key, texts in table.items():
             if key == "include":
                 yield from rows(tables[texts], of_run)
-            elif key not in settings | {"step"}:
+            elif key not in settings:
                 name, _, unit = key.partition(" ")
                 quantity, _, over = name.partition("@")
                 number = LOSS if quantity == "loss" else N
@@ -104,7 +103,6 @@ def _suites() -> dict[str, Suite]:
     header = list(rows(tables.pop("HEADER"), of_run=True))
     return {
         name: Suite(
-            re.compile(table.get("step", "(?!)")),
             list(rows(table, of_run=False)),
             [*rows(table, of_run=True), *header],
             **{key: table[key] for key in settings & table.keys()},
@@ -119,46 +117,29 @@ TRAINER = "Hugging Face Trainer"
 PRINTED = re.compile(r"\{'(?:loss|train_runtime)':[^{}]{0,4000}\}")
 
 
-def suites_of(text: str) -> dict[str, int]:
-    """The suites whose lines a text has, and how many steps each finds in it."""
-    found = {}
-    for suite, form in SUITES.items():
-        if suite == TRAINER:
-            losses = sum(entry.startswith("{'loss'") for entry in PRINTED.findall(text))
-            found[suite] = losses or len(printed_log(text).steps)
-        elif all(part in text for part in form.line):
-            records = _numbered(text, form)
-            found[suite] = sum(any(_quantities(record, form.rows)) for _, _, record in records)
-    return {suite: n for suite, n in found.items() if n}
-
-
 def parse(text: str, suite: str) -> Log:
     """A log taken for one of a suite; without steps if it is not."""
     if suite == TRAINER:
         return printed_log(text)
-    steps = [_step(*record, suite) for record in _numbered(text, SUITES[suite])]
-    return log_of([step for step in steps if step], suite, text)
+    return log_of(list(_steps(text, SUITES[suite])), suite, text)
 
 
-def _numbered(text: str, form: Suite) -> list[tuple[int, int, str]]:
-    """Number, end and text of each step; steps of a suite's blocks are counted if it does not."""
-    if not re.search(form.sign, text):
-        return []
+def _steps(text: str, form: Suite) -> Iterator[LoggedStep]:
+    """The steps with figures in a text; those of a suite's blocks are counted if it does not."""
+    if not all(part in text for part in form.line) or not re.search(form.sign, text):
+        return
     records = list(_records(text, form))
-    matches = [form.step.search(record) for _, record in records]
-    if form.block and not any(matches):
-        return [(i, *record) for i, record in enumerate(records)]
-    pairs = zip(matches, records, strict=True)
-    return [(int(next(filter(None, m.groups()), "0")), *record) for m, record in pairs if m]
-
-
-def _step(number: int, end: int, record: str, suite: str) -> LoggedStep | None:
-    """What a step's text says; None if it has no figures."""
-    step = LoggedStep(number, end=end)
-    for quantity, value in _quantities(record, SUITES[suite].rows):
-        whole = quantity in ("global_batch", "seq_len")
-        setattr(step, quantity, int(value) if whole else value)
-    return step if step != LoggedStep(number) else None
+    matches = [re.search(form.step, record) for _, record in records]
+    counted = form.block and not any(matches)
+    for i, (match, (end, record)) in enumerate(zip(matches, records, strict=True)):
+        if match or counted:
+            number = int(next(filter(None, match.groups()), "0")) if match else i
+            step = LoggedStep(number, end=end)
+            for quantity, value in _quantities(record, form.rows):
+                whole = quantity in ("global_batch", "seq_len")
+                setattr(step, quantity, int(value) if whole else value)
+            if step != LoggedStep(number):
+                yield step
 
 
 def _records(text: str, form: Suite) -> Iterator[tuple[int, str]]:
@@ -192,10 +173,9 @@ def log_of(steps: list[LoggedStep], suite: str, text: str) -> Log:
     if suite == "torchtitan":
         log.n_gpus = _mesh(text)
     if log.n_gpus is None:
-        totals = [(s, s.tokens_per_sec) for s in steps]
-        totals += [(s, (s.samples_per_sec or 0) * (s.seq_len or 0)) for s in steps]
-        each = "tokens_per_sec_per_gpu"
-        ratio = next((t / getattr(s, each) for s, t in totals if t and getattr(s, each)), 0.0)
+        totals = [s.tokens_per_sec or (s.samples_per_sec or 0) * (s.seq_len or 0) for s in steps]
+        rates = zip(totals, (s.tokens_per_sec_per_gpu for s in steps), strict=True)
+        ratio = next((total / per_gpu for total, per_gpu in rates if total and per_gpu), 0.0)
         log.n_gpus = round(ratio) if 0.5 < ratio < 1e6 else None
     if log.n_gpus is None and log.global_batch and log.micro_batch and log.accumulation:
         log.n_gpus = log.global_batch // (log.micro_batch * log.accumulation) or None
@@ -231,10 +211,10 @@ def _mesh(text: str) -> int | None:
     return None
 
 
-def logged_step(entry: Mapping[str, Any], number: int, suite: str) -> LoggedStep:
+def logged_step(entry: Mapping[str, Any], number: int, keys: Iterable[str]) -> LoggedStep:
     """A step of an entry's keys; without figures if it has none of them, as one of validation."""
     step = LoggedStep(number)
-    for row in SUITES[suite].keys:
+    for row in keys:
         quantity, _, key = row.partition("=")
         name, _, unit = quantity.partition(" ")
         value = entry.get(key)
@@ -246,20 +226,18 @@ def logged_step(entry: Mapping[str, Any], number: int, suite: str) -> LoggedStep
 
 def printed_log(text: str) -> Log:
     """The log of the dictionaries that the Trainer prints, {'loss': ...} and {'train_runtime': ...}."""
-    entries, ends = [], []
+    entries = []
     for match in PRINTED.finditer(text):
         with contextlib.suppress(ValueError, SyntaxError):
-            entries.append(ast.literal_eval(re.sub(r": (nan|-?inf)\b", r": '\1'", match[0])))
-            ends.append(match.end())
-    return hugging_face(entries, text, ends)
+            entry = ast.literal_eval(re.sub(r": (nan|-?inf)\b", r": '\1'", match[0]))
+            entries.append(entry | {"end": match.end()})
+    return hugging_face(entries, text)
 
 
-def hugging_face(
-    entries: Sequence[Mapping[str, Any]], text: str = "", ends: Sequence[int] = ()
-) -> Log:
+def hugging_face(entries: Sequence[Mapping[str, Any]], text: str = "") -> Log:
     """The Trainer's log entries; rates are those of tokens seen, or samples/s of the whole run.
 
-    If they were printed in a text, `ends` has where each of them ends in it.
+    If they were printed in a text, each has its `end` in it.
     Its final `train_tokens_per_second` is of one rank in some releases, so nothing is read from it.
     """
     entries = [{k: as_number(v) for k, v in entry.items()} for entry in entries]
@@ -267,21 +245,19 @@ def hugging_face(
     steps: list[LoggedStep] = []
     counters: tuple[float, float] = 0.0, 0.0  # tokens seen, and seconds
     whole: dict[str, Any] = {}
-    for entry, end in zip(entries, ends or [0] * len(entries), strict=True):
+    for entry in entries:
         if "train_loss" in entry or "train_samples_per_second" in entry:
             whole = entry
-            continue
-        if entry.get("loss") is None:
-            continue
-        number = int(entry.get("step") or len(steps) + 1)
-        step = logged_step(entry, number, TRAINER)
-        step.end = end
-        tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
-        if tokens and seconds:
-            if 0 < counters[0] < tokens and counters[1] < seconds:
-                step.tokens_per_sec = (tokens - counters[0]) / (seconds - counters[1])
-            counters = tokens, seconds
-        steps.append(step)
+        elif entry.get("loss") is not None:
+            number = int(entry.get("step") or len(steps) + 1)
+            step = logged_step(entry, number, SUITES[TRAINER].keys)
+            step.end = entry.get("end") or 0
+            tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
+            if tokens and seconds:
+                if 0 < counters[0] < tokens and counters[1] < seconds:
+                    step.tokens_per_sec = (tokens - counters[0]) / (seconds - counters[1])
+                counters = tokens, seconds
+            steps.append(step)
     if whole and not steps:
         steps = [LoggedStep(int(whole.get("step") or 0))]
     log = log_of(steps, TRAINER, text)
@@ -290,9 +266,8 @@ def hugging_face(
         if any(s.tokens_per_sec_per_gpu for s in steps):
             log.notes.append("axolotl counts trainable tokens, without prompts and padding")
     trained = max((entry.get("tokens/trainable") or 0.0 for entry in entries), default=0.0)
-    seconds = whole.get("train_runtime")
-    log.counted_tokens_per_sec = trained / seconds if trained and seconds else None
     tokens, seconds = whole.get("num_input_tokens_seen"), whole.get("train_runtime")
+    log.counted_tokens_per_sec = trained / seconds if trained and seconds else None
     tokens, seconds = (tokens, seconds) if tokens and seconds else counters
     if tokens:
         log.tokens_per_sec = tokens / seconds

@@ -1,21 +1,14 @@
 // Filters and sorts the tables of the report, which is complete without it.
 "use strict";
-const MOST_ROWS = 40;
 const filter = document.getElementById("filter");
 const tables = [...document.querySelectorAll("table.settings")];
 
-function update(table) {
+function hideOthers(table) {
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-  let found = 0;
   for (const row of table.tBodies[0].rows) {
     const reference = row.classList.contains("reference");
-    const matches = words.every(word => row.dataset.text.includes(word));
-    row.hidden = !reference && !(matches && (table.all || found < MOST_ROWS));
-    found += matches;
+    row.hidden = !reference && !words.every(word => row.dataset.text.includes(word));
   }
-  const more = table.parentElement.nextElementSibling;
-  more.hidden = table.all || found <= MOST_ROWS;
-  more.textContent = `show all ${found} rows`;
 }
 
 function sort(table, column) {
@@ -31,14 +24,12 @@ function sort(table, column) {
     return (up ? 1 : -1) * (words ? x.localeCompare(y, "en", {numeric: true}) : x - y);
   });
   table.tBodies[0].append(...rows);
-  update(table);
 }
 
 for (const table of tables) {
   [...table.tHead.rows[0].cells].forEach((head, column) => {
     head.firstChild.addEventListener("click", () => sort(table, column));
   });
-  table.parentElement.nextElementSibling.addEventListener("click", () => { table.all = true; update(table); });
-  update(table);
+  hideOthers(table);
 }
-filter.addEventListener("input", () => tables.forEach(update));
+filter.addEventListener("input", () => tables.forEach(hideOthers));

@@ -16,6 +16,7 @@ from llm_train_bench.results.result_files import now
 
 # Settings with a colour, and runs that a row names.
 COLOURS, MOST_RUNS = 8, 100
+GREY = "var(--grey)"
 HOW_TO_READ = """
 A row is a setting, named by its differences from the others; its speed is the mean over its runs.
 The column "to reference" compares tokens/s per device with the reference's; --reference chooses another.
@@ -33,27 +34,19 @@ def html_page(rows: list[Compared], remarks: Sequence[str]) -> str:
     text = "{setting} on {devices} devices: {speed} of the speed of each on {fewest}"
     more = (line for line in scaling(rows) if line["devices"] != line["fewest"])
     on_several = [text.format(speed=relative(line), **line) for line in more]
-    search = '<input type="search" id="filter" placeholder="filter rows" aria-label="filter rows">'
-    sections = [_section(name, members) for name, members in groups.items()]
-    reading = [*report.footnotes(rows), *HOW_TO_READ]
-    body = [
-        _list([*remarks, *on_several]),
-        search,
-        *sections,
-        "<h2>How to read this</h2>",
-        _list(reading),
-    ]
-    about = f"{len(rows)} settings, {runs} runs, made {now()[:10]} by llm-train-bench {__version__}"
-    folder = Path(__file__).parent
     template, style, script = (
-        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+        Path(__file__).with_suffix(suffix).read_text(encoding="utf-8")
+        for suffix in (".html", ".css", ".js")
     )
     return string.Template(template).substitute(
         title=escape(f"Training speed: {', '.join(list(groups)[:3])}"),
-        about=about,
+        about=f"{len(rows)} settings, {runs} runs, made {now()[:10]} by llm-train-bench {__version__}",
         style=style,
         script=script,
-        body="\n".join([*body, _provenance(rows)]),
+        remarks=_list([*remarks, *on_several]),
+        sections="\n".join(_section(name, members) for name, members in groups.items()),
+        reading=_list([*report.footnotes(rows), *HOW_TO_READ]),
+        provenance=_provenance(rows),
     )
 
 
@@ -66,10 +59,10 @@ def _section(name: str, members: list[Compared]) -> str:
     """A group: its answer, its charts, and the table of its settings."""
     members = sorted(members, key=report.by_speed)
     compared = [row for row in members if row.is_reference or not row.not_compared]
-    colours = {id(row): f"var(--c{i})" for i, row in enumerate(compared[:COLOURS])}
-    drawn = [(row, colours[id(row)]) for row in compared[:COLOURS]]
+    drawn = [(row, f"var(--c{i})") for i, row in enumerate(compared[:COLOURS])]
+    colours = {id(row): colour for row, colour in drawn}
     fastest = sorted(compared, key=lambda row: -(row.record.tokens_per_sec_per_gpu or 0.0))
-    bars = charts.speed_bars([(row, colours.get(id(row), "var(--grey)")) for row in fastest])
+    bars = charts.speed_bars([(row, colours.get(id(row), GREY)) for row in fastest])
     panels = charts.speed_against_memory(drawn) + charts.loss_curves(drawn)
     shared = f'<p class="soft">All: {escape(members[0].shared)}</p>' if members[0].shared else ""
     best = f'<p class="headline">{escape(report.headline(members))}</p>'
@@ -88,27 +81,25 @@ def _table(members: Sequence[Compared], colours: dict[int, str]) -> str:
     lines = []
     for row in members:
         facts = report.row_facts(row)
-        cells = [f"<td{_attributes(c.fact, facts)}>{escape(c.text(row))}</td>" for c in columns]
-        dot = f'<span class="dot" style="background:{colours.get(id(row), "var(--grey)")}"></span>'
-        cells[0] = (
-            f"<td{_attributes('setting', facts)}><details><summary>{dot}{escape(row.record.setting)}"
-            f"</summary>{_list(_runs(row))}</details></td>"
-        )
+        name = charts.dotted_name(row, colours.get(id(row), GREY))
+        texts = [f"<details><summary>{name}</summary>{_list(_runs(row))}</details>"]
+        texts += [escape(c.text(row)) for c in columns[1:]]
+        values = [facts[c.fact] for c in columns]
+        cells = "".join(map(_cell, values, texts))
         kind = "reference" if row.is_reference else "excluded" if row.not_compared else ""
         words = " ".join(value for value in facts.values() if isinstance(value, str))
-        text = escape(words.lower())
-        lines.append(f'<tr class="{kind}" data-text="{text}">{"".join(cells)}</tr>')
+        lines.append(f'<tr class="{kind}" data-text="{escape(words.lower())}">{cells}</tr>')
     body = "\n".join(lines)
     table = f'<table class="settings"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div><button class="more" hidden></button>'
+    return f'<div class="scroll">{table}</div>'
 
 
-def _attributes(fact: str, facts: dict[str, Any]) -> str:
-    value = facts[fact]
+def _cell(value: Any, text: str) -> str:
+    """A cell that sorts by a value."""
     words = isinstance(value, str)
     classes = f' class="text {value if value in ("faster", "slower") else ""}"' if words else ""
     known = "" if value is None else escape(str(value))
-    return f'{classes} data-value="{known}"'
+    return f'<td{classes} data-value="{known}">{text}</td>'
 
 
 def _runs(row: Compared) -> list[str]:

@@ -117,8 +117,15 @@ def compare(
         first = next((row.record for row in called if row in members), plain)
         for row in members:
             row.reference = first
-            if row.record is not first:
-                _compare_with(first, row, identical)
+            if row.is_reference:
+                continue
+            row.not_compared += setting.unlike(first, row.record, identical)
+            if first.invalid:
+                row.not_compared.append(f"the reference is invalid: {first.invalid[0]}")
+            rates, base = row.record.rates, first.rates
+            if not row.not_compared and rates and base:
+                row.ratio = statistics.fmean(rates) / statistics.fmean(base)
+                row.interval = setting.ratio_interval(rates, base)
     tested = [row for row in rows if row.tested]
     pairs = [(row.record.rates, row.reference.rates) for row in tested if row.reference]
     answers = setting.settle([(mean_of(a), mean_of(b)) for a, b in pairs])
@@ -127,16 +134,6 @@ def compare(
     for row in rows:
         _fill_cost(row, prices, tokens)
     return rows
-
-
-def _compare_with(first: Record, row: Compared, identical: bool) -> None:
-    row.not_compared += setting.unlike(first, row.record, identical)
-    if first.invalid:
-        row.not_compared.append(f"the reference is invalid: {first.invalid[0]}")
-    rates, base = row.record.rates, first.rates
-    if not row.not_compared and rates and base:
-        row.ratio = statistics.fmean(rates) / statistics.fmean(base)
-        row.interval = setting.ratio_interval(rates, base)
 
 
 def group_of(r: Record) -> str:

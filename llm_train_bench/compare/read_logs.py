@@ -10,6 +10,7 @@ import dataclasses
 import io
 import itertools
 import math
+import operator
 import re
 import statistics
 from collections.abc import Sequence
@@ -23,20 +24,18 @@ from llm_train_bench.compare.log_formats import (
     Log,
     LoggedStep,
     as_number,
-    hugging_face,
     log_of,
     logged_step,
     parse,
-    suites_of,
 )
 from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady
 from llm_train_bench.model.json_files import plain_text
 from llm_train_bench.results.remarks import Remark
 from llm_train_bench.results.result_files import json_lines
 
-# Groups of --log-pattern: the quantity of a step that each is, and its unit.
-GROUPS = {f.name: (f.name, 1.0) for f in dataclasses.fields(LoggedStep) if f.compare}
-GROUPS |= {"time_ms": ("time_s", 1e-3), "mfu_percent": ("mfu", 0.01)}
+# Groups of --log-pattern, each as a row of a suite's `keys`.
+GROUPS = {f.name: f"{f.name}={f.name}" for f in dataclasses.fields(LoggedStep) if f.compare}
+GROUPS |= {"time_ms": "time_s ms=time_ms", "mfu_percent": "mfu %=mfu_percent"}
 # The column by which a file of JSON lines is known.
 SIGN_KEYS = {
     "NeMo Automodel": "tps",
@@ -52,10 +51,8 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
     log = parse_by(facts.pattern, text) if facts.pattern else None
     log = log or parse_log(text)
     if log is None:
-        pattern = (
-            "the --log-pattern matches no line" if facts.pattern else "--log-pattern reads any"
-        )
-        raise UsageError(f"{path}: not a log of a known suite; {pattern}")
+        why = "the --log-pattern matches no line" if facts.pattern else "--log-pattern reads any"
+        raise UsageError(f"{path}: not a log of a known suite; {why}")
     return [record_of(log, path, facts)]
 
 
@@ -99,25 +96,19 @@ def parse_by(pattern: re.Pattern, text: str) -> Log | None:
     steps = []
     for match in filter(None, map(pattern.search, text.splitlines())):
         values = {name: as_number(value) for name, value in match.groupdict("").items()}
-        step = LoggedStep(int(values.get("step") or len(steps)))
-        for name, value in values.items():
-            field, factor = GROUPS[name]
-            if field != "step" and isinstance(value, float) and (field == "loss" or value > 0):
-                setattr(step, field, value * factor)
-        steps.append(step)
+        number = int(values.get("step") or len(steps))
+        steps.append(logged_step(values, number, GROUPS.values()))
     return Log(steps, "--log-pattern") if steps else None
 
 
 def parse_log(text: str) -> Log | None:
     """A log as one of the first suite that explains half of all steps found; None without any."""
     text = re.sub(r"\x1b?\[[\d;]*m", "", text).replace("\r", "\n")  # colours, progress bars
-    found = suites_of(text)
-    if not found:
+    logs = {suite: parse(text, suite) for suite in SUITES}
+    most = max(len(log.steps) for log in logs.values())
+    if not most:
         return None
-    suite = next(suite for suite, n in found.items() if 2 * n >= max(found.values()))
-    log = parse(text, suite)
-    if not log.steps:
-        return None
+    suite, log = next(pair for pair in logs.items() if 2 * len(pair[1].steps) >= most)
     if begin := last_start(log.steps):
         rest = parse(text[log.steps[begin - 1].end :], suite)
         facts = {k: v for k, v in vars(rest).items() if v is not None}
@@ -164,7 +155,7 @@ def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: Lo
     if suite == "LLaMA-Factory":
         steps, entries = _between_lines(entries), []
     for entry in entries:
-        step = logged_step(entry, int(entry["step"]), suite)
+        step = logged_step(entry, int(entry["step"]), SUITES[suite].keys)
         if step != LoggedStep(step.step):
             steps.append(step)
             tokens.append((entry.get("tokens"), entry.get("time")))
@@ -188,8 +179,8 @@ def _between_lines(entries: list[dict[str, Any]]) -> list[LoggedStep]:
     for entry in entries:
         number, tokens = entry["step"], as_number(entry.get("total_tokens")) or 0.0
         clock = re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d+):(\d+)", str(entry.get("elapsed_time")))
-        days, *hours = (int(n or 0) for n in clock.groups()) if clock else (0, 0, 0, 0)
-        seconds = 86400 * days + 3600 * hours[0] + 60 * hours[1] + hours[2]
+        parts = map(int, clock.groups("0") if clock else ())
+        seconds = sum(map(operator.mul, parts, (86400, 3600, 60, 1)))
         # Both since the start; the clock shows whole seconds.
         rate = as_number(entry.get("throughput")) or 0.0
         now = number, tokens / rate if rate else seconds, tokens
@@ -197,20 +188,12 @@ def _between_lines(entries: list[dict[str, Any]]) -> list[LoggedStep]:
             steps.clear()
             before = now
         if entry.get("loss") is not None and number not in steps:  # or another rank's line
-            step = steps[number] = logged_step(entry, number, "LLaMA-Factory")
+            step = steps[number] = logged_step(entry, number, SUITES["LLaMA-Factory"].keys)
             if before[0] < number and before[1] < now[1]:
                 step.time_s = (now[1] - before[1]) / (number - before[0])
                 step.tokens_per_sec = (tokens - before[2]) / (now[1] - before[1]) or None
         before = now
     return [*steps.values()]
-
-
-def read_trainer_state(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
-    """A trainer_state.json of the Hugging Face Trainer; UsageError without any step."""
-    log = hugging_face(content["log_history"])
-    if not log.steps:
-        raise UsageError(f"{path}: its log_history has no training step")
-    return record_of(log, path, facts)
 
 
 def read_automodel(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
@@ -251,13 +234,13 @@ def last_start(steps: list[LoggedStep]) -> int:
 def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     """A log as a record: rates over its steady steps, all figures of the same steps."""
     steps = log.steps
-    n = facts.of(path, "n_gpus", log.n_gpus)
-    hardware = facts.of(path, "hardware", log.hardware)
+    log.seq_len = log.seq_len or steps[-1].seq_len
+    log.global_batch = steps[-1].global_batch or log.global_batch
+    for name in FACTS:
+        setattr(log, name, facts.of(path, name, getattr(log, name)))
+    n, length, batch, hardware = log.n_gpus, log.seq_len, log.global_batch, log.hardware
     with contextlib.suppress(UsageError):  # another machine
         hardware = hardware and find_hardware(hardware).name
-    length = facts.of(path, "seq_len", log.seq_len or steps[-1].seq_len)
-    batch = facts.of(path, "global_batch", steps[-1].global_batch or log.global_batch)
-    parameters = facts.of(path, "parameters", log.parameters)
     notes, doubts = list(log.notes), []
     if earlier := log.earlier_steps:
         notes.append(f"several runs in this log: {earlier} lines of earlier ones left out")
@@ -279,18 +262,14 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     if times and batch and length:
         # Each step with its own batch and length: they may still be growing.
         sizes = [(s.global_batch or batch) * (s.seq_len or length) for s in body if s.time_s]
-        counted = sum(sizes[-len(times) :]) / sum(times)
+        counted = sum(sizes) / sum(times)
     if times and log.tokens_per_step:
         total = log.tokens_per_step * len(times) / sum(times)
     elif per_gpu is None and total is None:
         if times and log.micro_batch and length and log.suite == "litgpt":
             per_gpu = log.micro_batch * length * len(times) / sum(times)
-        elif counted:
-            total = counted
-        elif log.tokens_per_sec:
-            total = log.tokens_per_sec
-        elif samples and length:
-            total = samples * length
+        else:
+            total = counted or log.tokens_per_sec or (samples or 0.0) * (length or 0) or None
     if per_gpu is None and total and n:
         per_gpu = total / n
     elif total is None and per_gpu and n:
@@ -312,12 +291,12 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         notes.append(f"no tokens/s: the log lacks {lacks}; --log KEY=VALUE supplies them")
     elif per_gpu is None:
         notes.append("no tokens/s per GPU: the log lacks their number; --log gpus=N supplies it")
-    losses = [(s.step, s.loss) for s in steps if s.loss is not None]
-    device, convention = device_called(hardware), log.suite
-    if parameters and per_gpu and not means["tflops"] and not means["mfu"]:
+    convention = log.suite
+    if log.parameters and per_gpu and not means["tflops"] and not means["mfu"]:
         attention = log.attention_flops * (length or 0)
-        means["tflops"] = (6 * parameters + attention) * per_gpu / 1e12
+        means["tflops"] = (6 * log.parameters + attention) * per_gpu / 1e12
         convention = "palm" if attention else "6 N"
+        device = device_called(hardware)
         means["mfu"] = means["tflops"] / device.bf16_tflops if device else None
     return Record(
         path=str(path),
@@ -325,8 +304,8 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         label=path.stem,
         hardware=hardware,
         n_gpus=n,
-        model=(model := facts.of(path, "model", log.model)) or path.stem,
-        model_told=model is not None,
+        model=log.model or path.stem,
+        model_told=log.model is not None,
         provenance={"suite": log.suite},
         seq_len=length,
         global_batch=batch,
@@ -338,7 +317,7 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         flop_convention=convention,
         memory_gib=max((s.memory_gib for s in steps if s.memory_gib), default=None),
         memory_kind=log.memory_kind,
-        losses=losses,
+        losses=[(s.step, s.loss) for s in steps if s.loss is not None],
         hyperparameters={k: v for k, v in (("seq_len", length), ("global_batch", batch)) if v},
         remarks=[Remark(kind="information", text=note) for note in notes]
         + [Remark(kind="disturbed", text=doubt) for doubt in doubts],

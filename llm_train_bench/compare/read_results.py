@@ -7,6 +7,7 @@ performance_metrics, memory_metrics, step_times, loss_values.
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from pydantic import ValidationError
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.redaction import shown_command
 from llm_train_bench.base.strict import first_problem
-from llm_train_bench.compare.log_formats import UNITS, Log, LoggedStep
-from llm_train_bench.compare.read_logs import read_automodel, read_trainer_state, record_of
+from llm_train_bench.compare.log_formats import UNITS, Log, LoggedStep, hugging_face
+from llm_train_bench.compare.read_logs import read_automodel, record_of
 from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.compare.run_files import read_runs_file
 from llm_train_bench.compare.setting import changes_in_words, settings_of
@@ -32,9 +33,8 @@ benchmark bench train training result results output nvidia amd cuda rocm nvd gp
 mi300x mi325x mi350x mi355x
 """.split()
 # Hyperparameters of the other suite, and their names here.
-HYPERPARAMETERS = {"learning_rate": "lr", "warmup_steps": "lr_warmup_steps"} | {
-    name: name for name in ("weight_decay", "optimizer", "seed")
-}
+HYPERPARAMETERS = {"learning_rate": "lr", "warmup_steps": "lr_warmup_steps"}
+HYPERPARAMETERS |= {name: name for name in ("weight_decay", "optimizer", "seed")}
 
 
 def read_json(path: Path, facts: LogFacts) -> list[Record]:
@@ -48,7 +48,10 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
     if {"gpu_info", "performance_metrics"} <= keys:
         return [read_suite(content, path, facts)]
     if "log_history" in keys and isinstance(content["log_history"], list):
-        return [read_trainer_state(content, path, facts)]
+        log = hugging_face(content["log_history"])
+        if not log.steps:
+            raise UsageError(f"{path}: its log_history has no training step")
+        return [record_of(log, path, facts)]
     if {"avg_iter_time_seconds", "world_size"} <= keys:
         return [read_automodel(content, path, facts)]
     raise UsageError(
@@ -68,7 +71,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     return record_of_result(result, read_steps(path.parent / "steps.jsonl"), str(path))
 
 
-def record_of_result(r: Result, steps: list[dict[str, Any]], path: str) -> Record:
+def record_of_result(r: Result, steps: Sequence[dict[str, Any]] = (), path: str = "") -> Record:
     """A run of ours as a record; `steps` as steps.jsonl has them."""
     m, a = r.metrics, r.args
     memory_gib, memory_kind = r.peak_memory

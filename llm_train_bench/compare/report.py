@@ -177,8 +177,7 @@ def runs_table(rows: Sequence[Compared]) -> list[dict[str, Any]]:
     """
     runs = [(row, r) for row in rows for r in row.record.runs]
     names = dict.fromkeys(name for _, r in runs for name in r.arguments or ())
-    known = {name: {str((r.arguments or {}).get(name)) for _, r in runs} for name in names}
-    differ = [name for name, values in known.items() if len(values) > 1]
+    differ = [x for x in names if len({str((r.arguments or {}).get(x)) for _, r in runs}) > 1]
     return [_run_facts(row, r, differ) for row, r in runs]
 
 

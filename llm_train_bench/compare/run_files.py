@@ -15,7 +15,6 @@ from llm_train_bench.model.json_files import parse_json, plain_text
 from llm_train_bench.results.result_files import Step, step_fields, storable
 from llm_train_bench.results.schema import Result
 
-FILE_VERSION = 5
 MOST_BYTES = 64 * 2**20
 ABOUT = "Runs with their steps, written by compare.py RUN... --save FILE; see docs/COMPARE.md."
 
@@ -39,7 +38,7 @@ class RunsFile(Strict):
     """A file of runs."""
 
     about: str = ABOUT
-    schema_version: Literal[5] = FILE_VERSION
+    schema_version: Literal[5] = 5
     settings: Annotated[list[SavedSetting], Field(min_length=1), FailFast()]
 
 
@@ -69,5 +68,5 @@ def file_text(file: RunsFile) -> str:
         runs = ",\n".join(lines)
         content = entry.model_dump(mode="json", exclude={"runs"}, exclude_unset=True)
         entries.append(f'{json.dumps(content)[:-1]}, "runs": [\n{runs}]}}')
-    head = json.dumps({"about": ABOUT, "schema_version": FILE_VERSION})[:-1]
+    head = json.dumps(file.model_dump(exclude={"settings"}))[:-1]
     return f'{head}, "settings": [\n' + ",\n".join(entries) + "]}\n"

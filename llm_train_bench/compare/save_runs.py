@@ -42,13 +42,14 @@ def save_runs(runs: Sequence[Record], path: Path) -> tuple[list[str], int]:
         tolerances: dict[str, float | None] = {}
         entries = []
         for entry in stored:
-            keys = [identity(_as_record(run)) for run in entry.runs]
+            keys = [identity(record_of_result(run.result)) for run in entry.runs]
             tolerances |= dict.fromkeys(keys, entry.tolerance)
             entry.runs = [run for run, key in zip(entry.runs, keys, strict=True) if key not in new]
             entries += [entry] if entry.runs else []
         for key, members in new.items():
             saved = [_saved(r) for r in members]
-            entry = SavedSetting(setting=name_by_itself(_as_record(saved[0])), runs=saved)
+            name = name_by_itself(record_of_result(saved[0].result))
+            entry = SavedSetting(setting=name, runs=saved)
             if tolerances.get(key) is not None:
                 entry.tolerance = tolerances[key]
             entries.append(entry)
@@ -73,7 +74,3 @@ def _saved(r: Record) -> SavedRun:
         return SavedRun.model_validate({"result": r.result and shareable(r.result), "steps": steps})
     except ValidationError as error:
         raise UsageError(f"--save: {r.path}: {first_problem(error)}") from None
-
-
-def _as_record(run: SavedRun) -> Record:
-    return record_of_result(run.result, [], "")

@@ -22,9 +22,9 @@ def scaling(rows: Sequence[Compared]) -> list[dict[str, Any]]:
     runs. Runs of train.py are the first line of every script's without one of its own.
     """
     usable = [r for row in rows if not (r := row.record).invalid and r.rates and r.arguments]
-    keys = [((r.suite, _alike(r, follows)), r) for follows in FOLLOWS for r in usable]
+    keys = [(_alike(r, follows), r) for follows in FOLLOWS for r in usable]
     lines = []
-    for (_, key), pairs in grouped(keys, lambda pair: pair[0]).items():
+    for key, pairs in grouped(keys, lambda pair: pair[0]).items():
         scripts = grouped((r for _, r in pairs), lambda r: str((r.arguments or {}).get("script")))
         one = scripts.pop(Script.ONE, [])
         for script, several in scripts.items():
@@ -47,8 +47,7 @@ def scaling(rows: Sequence[Compared]) -> list[dict[str, Any]]:
 def _alike(r: Record, follows: Collection[str]) -> str:
     """Equal for runs that differ in the number of devices only: model, device, conditions, settings."""
     settings = {k: v for k, v in changed_settings(r).items() if k not in follows}
-    model = r.result.model.hash if r.result else r.model
-    told = [model, r.hardware, r.seq_len, r.conditions, settings]
+    told = [r.suite, r.model_hash or r.model, r.hardware, r.seq_len, r.conditions, settings]
     return json.dumps(told, sort_keys=True, default=str)
 
 

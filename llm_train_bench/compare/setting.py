@@ -49,9 +49,8 @@ def settings_of(r: Result) -> dict[str, Any]:
         if r.entrypoint == Script.PP:
             settings["pp"] = settings.get("pp") or USUAL_STAGES
     else:
-        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in r.args.items()}
-        ignored = {*METER_LENGTH, *NOT_THE_SETTING}
-        settings = {k: v for k, v in settings.items() if k not in ignored}
+        known = [(k, v) for k, v in r.args.items() if k not in NOT_THE_SETTING.union(METER_LENGTH)]
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in known}
     return settings | {"global_batch": r.batch.global_batch, "script": r.entrypoint}
 
 
@@ -76,8 +75,8 @@ def identity(r: Record) -> str:
     settings["seq_len"] = r.seq_len  # whether it was given, or is the model's
     # 2 and 2.0 are one setting; a float holds whole numbers up to 2**53.
     settings |= {k: float(v) for k, v in settings.items() if type(v) is int and abs(v) < 2**53}
-    model, hardware = r.result.model.hash if r.result else r.model, public_device(r.hardware or "")
-    return json.dumps([r.suite, model, hardware, r.n_gpus, settings], sort_keys=True)
+    machine = public_device(r.hardware or ""), r.n_gpus
+    return json.dumps([r.suite, r.model_hash or r.model, *machine, settings], sort_keys=True)
 
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
@@ -112,8 +111,8 @@ def name_settings(members: Sequence[Record]) -> str:
 
     The answer is what all have in common, in words: machine, script, flags that are not at a default.
     """
-    facts = [None if r.arguments is None else _facts(r) for r in members]
-    known = [f for f in facts if f is not None]
+    facts = [{} if r.arguments is None else _facts(r) for r in members]
+    known = [f for f in facts if f]
     keys = dict.fromkeys(key for f in known for key in f)
     metered = {f["script"] not in set(Script) for f in known if f.get("script")}
     if len(metered) > 1:  # a Meter knows few of our settings, and its loop has others
@@ -121,7 +120,6 @@ def name_settings(members: Sequence[Record]) -> str:
     default = usual_values()  # what a flag is that depends on another, which is off
     differ = [key for key in keys if len({str(f.get(key, default.get(key))) for f in known}) > 1]
     for record, values in zip(members, facts, strict=True):
-        values = values or {}
         words = setting_name({key: values[key] for key in differ if key in values}, {})
         record.setting = words or (record.settings if values else "") or record.label
     for same in [x for x in grouped(members, lambda r: r.setting).values() if x[1:]]:
@@ -133,9 +131,8 @@ def name_settings(members: Sequence[Record]) -> str:
         return ""
     conditions = {key for r in members for key in r.conditions} - default.keys()
     hidden = {*differ, *conditions, "model", "data", "seq_len"}
-    return setting_name(
-        {k: v for k, v in known[0].items() if k in keys and k not in hidden}, default
-    )
+    shared = {k: v for k, v in known[0].items() if k in keys and k not in hidden}
+    return setting_name(shared, default)
 
 
 def _facts(r: Record) -> dict[str, Any]:
@@ -184,7 +181,9 @@ def unlike(a: Record, b: Record, identical: bool) -> list[str]:
     if not identical:
         # Settings may differ to suit each machine; what is learnt may not.
         names = [n for n in names if n not in ("global_batch", "seed", "data")]
-    why += [f"{n} {_short(left[n])} / {_short(right[n])}" for n in names]
+    for n in names:
+        pair = [f"{v:g}" if type(v) is float else shown_text(str(v)) for v in (left[n], right[n])]
+        why.append(f"{n} {' / '.join(pair)}")
     if identical and not (a.arguments and b.arguments) and a.settings != b.settings:
         why.append(f"settings {a.settings} / {b.settings}")
     return why
@@ -201,10 +200,6 @@ def unlike_limits(a: float | None, b: float | None) -> bool:
     return bool(a and b and abs(a / b - 1) > 0.01)
 
 
-def _short(value) -> str:
-    return f"{value:g}" if isinstance(value, float) else shown_text(str(value))
-
-
 Answer = Literal["faster", "slower", "uncertain"]
 
 
@@ -215,19 +210,14 @@ def settle(pairs: Sequence[tuple[Mean, Mean]], error: float = TABLE_ERROR) -> li
     needs the most.
     """
     answers: list[Answer] = ["uncertain"] * len(pairs)
-    chances = [_chance(a, b) for a, b in pairs]
+    gaps = [difference(a, b) or (0.0, 0.0, 1.0) for a, b in pairs]
+    chances = [chance_of(gap / wide, n) if wide else float(gap == 0) for gap, wide, n in gaps]
     for rank, i in enumerate(sorted(range(len(pairs)), key=chances.__getitem__)):
         if chances[i] > error / (len(pairs) - rank):
             break
         a, b = pairs[i]
         answers[i] = "faster" if a.value > b.value else "slower"
     return answers
-
-
-def _chance(a: Mean, b: Mean) -> float:
-    """The chance of a difference like this from noise only."""
-    margin, error, degrees = difference(a, b) or (0.0, 0.0, 1.0)
-    return chance_of(margin / error, degrees) if error else float(margin == 0)
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:

@@ -85,15 +85,15 @@ def run_id(r: Result) -> str:
 
 def shareable(r: Result) -> Result:
     """A result without what may name a place, a person or a machine."""
-    file = r.model.name.removesuffix(f"-{r.args.get('layers')}-layers")
-    if shipped_config(file) != file:
-        name = r.model.name
-    else:
-        file = f"{word(r.model.config.get('model_type')) or 'model'}-{r.model.hash[:8]}"
-        name = file
+    name = r.model.name
+    file = name.removesuffix(f"-{r.args.get('layers')}-layers")
+    if shipped_config(file) == file:  # no config of ours
+        name = f"{word(r.model.config.get('model_type')) or 'model'}-{r.model.hash[:8]}"
+        file = name
     known = {k: v for k, v in r.model.config.items() if k not in r.model.ignored_keys}
-    parts = (known, r.model.shape)
-    config, shape = ({k: v for k, v in part.items() if not _private(k, v)} for part in parts)
+    config, shape = (
+        {k: v for k, v in part.items() if not _private(k, v)} for part in (known, r.model.shape)
+    )
     model = {"name": name, "path": f"configs/{file}.json", "config": config, "shape": shape}
     args = {public_name(k): public_value(k, v) for k, v in r.args.items()}
     command: list[str] = []
@@ -142,14 +142,13 @@ def shareable(r: Result) -> Result:
 
 def _private(key: str, value: Any) -> bool:
     """Whether a key of a config may say more than the model's shape; few keys have texts."""
+    if not re.fullmatch(r"[a-z]\w{0,59}", key, re.ASCII):
+        return True
     if isinstance(value, dict):
         return any(_private(k, v) for k, v in value.items())
     if isinstance(value, list):
         return any(_private(key, v) for v in value)
-    known = isinstance(value, str) and key in TEXT_KEYS and re.fullmatch(r"\w{1,40}", value)
-    return not re.fullmatch(r"[a-z]\w{0,59}", key, re.ASCII) or (
-        isinstance(value, str) and not known
-    )
+    return isinstance(value, str) and not (key in TEXT_KEYS and re.fullmatch(r"\w{1,40}", value))
 
 
 def public_environment(e: dict[str, Any]) -> dict[str, Any]:
@@ -161,18 +160,13 @@ def public_environment(e: dict[str, Any]) -> dict[str, Any]:
         kept[name] = e.get(name) if isinstance(e.get(name), bool | int) else None
     for name in ("git_sha", "git_diff"):
         kept[name] = e.get(name) if re.fullmatch(r"[0-9a-f]{7,40}", str(e.get(name))) else None
-    libraries, settings, image = (
-        part if isinstance(part := e.get(name), dict) else {}
-        for name in ("libraries", "settings", "image")
-    )
+    parts = (e.get(name) for name in ("libraries", "settings", "image"))
+    libraries, settings, image = (part if isinstance(part, dict) else {} for part in parts)
     kept["libraries"] = {k: v for k, v in libraries.items() if word(k) and word(v)}
-    public = {k: v for k, v in settings.items() if word(k) and not PLACES.search(k)}
-    kept["settings"] = {
-        k: v for k, v in public.items() if VARIABLE.fullmatch(str(v)) and not SECRET.search(k)
-    }
+    public = [k for k in settings if word(k) and not PLACES.search(k) and not SECRET.search(k)]
+    kept["settings"] = {k: settings[k] for k in public if VARIABLE.fullmatch(str(settings[k]))}
     tag, checksum = str(image.get("name") or "").rpartition("/")[2], str(image.get("digest"))
     tagged = re.fullmatch(r"[\w.-]{1,80}(:[\w.-]{1,80})?", tag, re.ASCII)
-    kept["image"] = {"name": tag if tagged else None}
     known = re.fullmatch(r"sha256:[0-9a-f]{64}", checksum)
-    kept["image"]["digest"] = checksum if known else None
+    kept["image"] = {"name": tag if tagged else None, "digest": checksum if known else None}
     return kept
