@@ -21,7 +21,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +206,8 @@ def line_of(sample: list[float]) -> list[str]:
     return [str(len(sample)), f"{median:.1%}", f"{covering(sample):.0%}", *ends, str(beyond)]
 
 
-def our_runs() -> list[list[str]]:
-    """Our own runs on a GPU that took a step: estimated, measured, error of the speed."""
-    lines = []
+def our_steps() -> Iterator[tuple[str, str, Work, float]]:
+    """Our own runs on an H200 that took a step: day, name, what was computed, and its seconds."""
     for path in sorted((Path(__file__).parent / "results").glob("h200-*/**/*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         steps = content.get("metrics", {}).get("step_time_median_s") if "model" in content else None
@@ -222,10 +221,17 @@ def our_runs() -> list[list[str]]:
             flags = {k: v for k, v in known if k in usual and v != usual[k] and k != "config"}
             args = parse_dataclass(Args, [str(config), *to_argv(flags)], script)
             work = make_plan(args, script, 1, "nvidia", memory_gib=139.72).work
-        estimated = estimate_speed(work, find_hardware("h200")).step_s
         day, name = path.parts[-3:-1] if path.name == "result.json" else (path.parts[-2], path.stem)
+        yield day.removeprefix("h200-"), name, work, steps
+
+
+def our_runs() -> list[list[str]]:
+    """Our own runs on a GPU: estimated, measured, error of the speed."""
+    lines = []
+    for day, name, work, steps in our_steps():
+        estimated = estimate_speed(work, find_hardware("h200")).step_s
         shown = f"{estimated:.4f}, {steps:.4f}", f"{steps / estimated - 1:+.0%}"
-        lines.append([day.removeprefix("h200-"), name, *shown])
+        lines.append([day, name, *shown])
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Choose the constants of the speed model only from the fitting rows of benchmarks/published.
+"""Choose the constants of the speed model from the fitting rows of benchmarks/published, and our runs.
 
     python benchmarks/fit_estimate.py [--write]
 
@@ -24,8 +24,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.estimate_vs_published import predicted, published_rows, step_of
-from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, family_of
+from benchmarks.estimate_vs_published import our_steps, predicted, published_rows, step_of
+from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, family_of, find_hardware
 from llm_train_bench.estimate.trainers import TRAINERS_FILE
 from llm_train_bench.formulas.work import Work
 
@@ -54,6 +54,8 @@ RANGES = {
 WIDE, NARROW, SEVERAL, PROJECT = 0.3, 0.12, 2, 0.2
 ROW, DOUBT = 0.08, 0.3
 GRACE = ("GB", "GH")
+# Our own runs of before this day; our trainer is the one to which others are relative.
+OURS, HELD_DAY, FIXED = "ours", "20261129", 1e-6
 # Factor that shows a slope. Values are rounded to so many digits, so that another machine finds the same.
 STEP, DIGITS = 1.03, 3
 
@@ -78,6 +80,11 @@ def fitting_steps() -> list[Step]:
         family, trainer = family_of(gpu.name), f"--trainer {row['trainer'].split()[0]}"
         levels = (f"all {family}", gpu.name, trainer, f"{trainer} on {family}", project_of(row))
         steps.append(Step(row, work, gpu, levels, DOUBT if row.get("doubt") else 1.0))
+    h200, ours = find_hardware("h200"), ("all H100, H200", "H200 SXM", OURS, OURS, OURS)
+    for day, _, work, seconds in our_steps():
+        if day < HELD_DAY:
+            row = {"gpus": 1, "tokens_per_sec_per_gpu": work.batch.tokens_per_step / seconds}
+            steps.append(Step(row, work, h200, ours, 1.0))
     return steps
 
 
@@ -131,6 +138,7 @@ def spreads_of(steps: list[Step]) -> dict[str, float]:
         for step in here:
             spreads = of_family, NARROW, NARROW, of_trainer, PROJECT
             found |= dict(zip(step.levels, spreads, strict=True))
+    found[OURS] = FIXED
     return found
 
 
