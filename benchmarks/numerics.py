@@ -63,8 +63,7 @@ def main(argv: Sequence[str]) -> int:
     flags = [r.result.args for r in records if r.result]
     if len({len(curve) for curve in curves}) > 1:
         raise UsageError("runs differ in the number of steps that they have")
-    exact = {"amp": "off", "pt_compile": False}
-    exact = [i for i, args in enumerate(flags) if args | exact == args]
+    exact = [i for i, args in enumerate(flags) if args["amp"] == "off" and not args["pt_compile"]]
     other = [i for i in exact if flags[i]["attention"] == "math"]
     plain = [i for i in exact if i not in other]
     if not plain:
