@@ -126,11 +126,13 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 bench: $(READY)
 	$(call each,$(BIN)/python,$(BENCHES))
 
-# Whether fast settings learn as fp32 does. On a CPU, FP8 is emulated: 15 minutes.
+# Whether fast settings learn as fp32 does. On a CPU, FP8 is emulated: 30 minutes.
 numerics: $(if $(filter $(BIN)/python,$(PY)),$(READY))
+	rm -rf sweeps/numerics sweeps/numerics-layouts
 	$(PY) prepare_data.py --stdlib --output-dir data/stdlib
-	EMULATE=$(if $(filter $(BIN)/python,$(PY)),true,false) $(PY) sweep.py configs/sweeps/numerics.yaml --output-dir sweeps/numerics || true
-	$(PY) benchmarks/numerics.py sweeps/numerics/runs
+	for name in numerics numerics-layouts; do EMULATE=$(if $(filter $(BIN)/python,$(PY)),true,false) \
+	    $(PY) sweep.py configs/sweeps/$$name.yaml --output-dir sweeps/$$name; done; \
+	$(PY) benchmarks/numerics.py sweeps/numerics/runs sweeps/numerics-layouts/runs
 
 # The scripts on SLURM, for real on this machine, and SkyPilot's check; root, three minutes. PART="slurm" runs a part.
 cluster-test: $(READY)

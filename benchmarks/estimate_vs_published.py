@@ -21,7 +21,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -202,12 +202,12 @@ def calibrated_pairs(rows) -> list[tuple[float, float]]:
 def line_of(sample: list[float]) -> list[str]:
     """How the errors of a sample stand in a table."""
     median, beyond = statistics.median(map(abs, sample)), sum(abs(x) > OUTLIER for x in sample)
-    ends = f"{min(sample):+.0%}", f"{max(sample):+.0%}"
-    return [str(len(sample)), f"{median:.1%}", f"{covering(sample):.0%}", *ends, str(beyond)]
+    return [str(len(sample)), f"{median:.1%}", f"{covering(sample):.0%}", str(beyond)]
 
 
-def our_steps() -> Iterator[tuple[str, str, Work, float]]:
-    """Our own runs on an H200 that took a step: day, name, what was computed, and its seconds."""
+def our_runs() -> list[list[str]]:
+    """Our own runs on a GPU that took a step: estimated, measured, error of the speed."""
+    lines = []
     for path in sorted((Path(__file__).parent / "results").glob("h200-*/**/*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         steps = content.get("metrics", {}).get("step_time_median_s") if "model" in content else None
@@ -221,24 +221,17 @@ def our_steps() -> Iterator[tuple[str, str, Work, float]]:
             flags = {k: v for k, v in known if k in usual and v != usual[k] and k != "config"}
             args = parse_dataclass(Args, [str(config), *to_argv(flags)], script)
             work = make_plan(args, script, 1, "nvidia", memory_gib=139.72).work
-        day, name = path.parts[-3:-1] if path.name == "result.json" else (path.parts[-2], path.stem)
-        yield day.removeprefix("h200-"), name, work, steps
-
-
-def our_runs() -> list[list[str]]:
-    """Our own runs on a GPU: estimated, measured, error of the speed."""
-    lines = []
-    for day, name, work, steps in our_steps():
         estimated = estimate_speed(work, find_hardware("h200")).step_s
+        day, name = path.parts[-3:-1] if path.name == "result.json" else (path.parts[-2], path.stem)
         shown = f"{estimated:.4f}, {steps:.4f}", f"{steps / estimated - 1:+.0%}"
-        lines.append([day, name, *shown])
+        lines.append([day.removeprefix("h200-"), name, *shown])
     return lines
 
 
 def tables() -> dict[str, str]:
     """The tables of docs/ESTIMATES.md as Markdown, by their names."""
     held = held_rows()
-    figures = "rows|median error|80 % within|lowest|highest|beyond 20 %"
+    figures = "rows|median error|80 % within|beyond 20 %"
     samples = {"fitted": published_rows("fit"), "held": held}
     day = lambda row: row.get("added", "before")  # noqa: E731
     doubt = lambda row: "with a doubt" if row.get("doubt") else "without a doubt"  # noqa: E731

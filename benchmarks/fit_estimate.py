@@ -1,18 +1,18 @@
-"""Choose the constants of the speed model from the fitting rows of benchmarks/published, and our runs.
+"""Choose the constants of the speed model only from the fitting rows of benchmarks/published.
 
     python benchmarks/fit_estimate.py [--write]
 
 A constant of all devices lies in a physical range. Matmuls and attention have a level: that of their
 architecture times that of the device. A trainer has one too, of all rates but the host's: its own, times
 its own on the architecture. All are drawn towards 1 as far as rows do not say otherwise (a Gaussian
-prior on logarithms). So has a project, of all its rows, which no estimate uses: its machines and its
-way to measure are its own, and many rows of it say little more than one. A row counts by the logarithm
-of Student's t, so that one whose source leaves something out decides little. Rows with a doubt count
-less. Rows with `split: hold`, and those marked `incomplete`, are never read. `--write` puts the values
-into configs/hardware.json and configs/trainers.json. Needs numpy, no torch and no GPU.
+prior on logarithms). A row counts by the logarithm of Student's t, so that one whose source leaves
+something out decides little. Rows with a doubt, and several of one source, count less. Rows with `split:
+hold`, and those marked `incomplete`, are never read. `--write` puts the values into
+configs/hardware.json and configs/trainers.json. Needs numpy, no torch and no GPU.
 """
 
 import argparse
+import collections
 import dataclasses
 import json
 import math
@@ -24,13 +24,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.estimate_vs_published import our_steps, predicted, published_rows, step_of
-from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, family_of, find_hardware
+from benchmarks.estimate_vs_published import predicted, published_rows, step_of
+from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, family_of
 from llm_train_bench.estimate.trainers import TRAINERS_FILE
 from llm_train_bench.formulas.work import Work
 
-# Where constants start, and their ranges; and the spread of levels and of rows (of logarithms). All
-# were chosen beforehand. `launch_grace_s` is `launch_eager_s` of devices with that CPU.
+# Where constants start, and their ranges; and the spread of levels, of rows and of sources (of
+# logarithms). All were chosen beforehand. `launch_grace_s` is `launch_eager_s` of devices with that CPU.
 # Bandwidth: copies reach 79 % on an MI300X (ROCm's acceptance), 92 % on H200 and B200 (NVIDIA/cccl).
 # Beside collectives: 19 % slower in the mean, 40 % at most (arXiv 2507.03114); 1.4, 3 bytes on an H100.
 RANGES = {
@@ -49,13 +49,11 @@ RANGES = {
     "beside_bytes": (1.4, 0.5, 3.0),
 }
 # A wide level is that of an architecture on which several trainers ran; elsewhere nobody knows whether
-# device or trainer is slow, and it is the trainer's. Leaving out projects of fitting rows chose NARROW,
-# PROJECT, ROW and DOUBT, what a row with a doubt is worth.
-WIDE, NARROW, SEVERAL, PROJECT = 0.3, 0.12, 2, 0.2
-ROW, DOUBT = 0.08, 0.3
+# device or trainer is slow, and it is the trainer's. Leaving out projects of fitting rows chose NARROW
+# and DOUBT, what a row with a doubt is worth.
+WIDE, NARROW, SEVERAL = 0.3, 0.12, 2
+ROW, SOURCE, DOUBT = 0.10, 0.09, 0.3
 GRACE = ("GB", "GH")
-# Our own runs of before this day; our trainer is the one to which others are relative.
-OURS, HELD_DAY, FIXED = "ours", "20261129", 1e-6
 # Factor that shows a slope. Values are rounded to so many digits, so that another machine finds the same.
 STEP, DIGITS = 1.03, 3
 
@@ -68,30 +66,22 @@ class Step:
     work: Work
     gpu: Hardware
     levels: tuple[str, ...]
-    """Of the architecture, the device, the trainer, the trainer on the architecture, and the project."""
+    """Of the architecture, the device, the trainer, and the trainer on the architecture."""
     weight: float
 
 
 def fitting_steps() -> list[Step]:
     rows = [row for row in published_rows("fit") if "incomplete" not in row]
+    sources = collections.Counter(row["source"] for row in rows)
     steps = []
     for row in rows:
         work, gpu = step_of(row)
         family, trainer = family_of(gpu.name), f"--trainer {row['trainer'].split()[0]}"
-        levels = (f"all {family}", gpu.name, trainer, f"{trainer} on {family}", project_of(row))
-        steps.append(Step(row, work, gpu, levels, DOUBT if row.get("doubt") else 1.0))
-    h200, ours = find_hardware("h200"), ("all H100, H200", "H200 SXM", OURS, OURS, OURS)
-    for day, _, work, seconds in our_steps():
-        if day < HELD_DAY:
-            row = {"gpus": 1, "tokens_per_sec_per_gpu": work.batch.tokens_per_step / seconds}
-            steps.append(Step(row, work, h200, ours, 1.0))
+        levels = (f"all {family}", gpu.name, trainer, f"{trainer} on {family}")
+        weight = DOUBT if row.get("doubt") else 1.0
+        weight /= 1 + (sources[row["source"]] - 1) * (SOURCE / ROW) ** 2
+        steps.append(Step(row, work, gpu, levels, weight))
     return steps
-
-
-def project_of(row: dict) -> str:
-    """The repository of a row's source, one for all its versions, or the source."""
-    repository = re.match(r"https://github\.com/[^/]+/[a-zA-Z_.-]+", row["link"])
-    return repository[0] if repository else row["file"]
 
 
 def error_of(step: Step, values: dict[str, float]) -> float:
@@ -104,7 +94,6 @@ def error_of(step: Step, values: dict[str, float]) -> float:
     gpu = dataclasses.replace(step.gpu, fitted=step.gpu.fitted | common | {"level": device})
     by = dataclasses.replace(step.work.trainer, levels=(("", trainer),))
     speed = predicted(step.row, dataclasses.replace(step.work, trainer=by), gpu)
-    speed *= values[step.levels[4]]
     return math.log(speed / step.row["tokens_per_sec_per_gpu"])
 
 
@@ -124,7 +113,6 @@ def slopes_of(steps: list[Step], values: dict[str, float], errors: np.ndarray) -
         for i, step in enumerate(steps):
             for name in step.levels[first : first + 2]:
                 slopes[name][i] = moved[i]
-            slopes[step.levels[4]][i] = 1.0
     return np.column_stack(list(slopes.values()))
 
 
@@ -136,9 +124,7 @@ def spreads_of(steps: list[Step]) -> dict[str, float]:
         several = len({step.levels[2] for step in here}) >= SEVERAL
         of_family, of_trainer = (WIDE, NARROW) if several else (NARROW, WIDE)
         for step in here:
-            spreads = of_family, NARROW, NARROW, of_trainer, PROJECT
-            found |= dict(zip(step.levels, spreads, strict=True))
-    found[OURS] = FIXED
+            found |= dict(zip(step.levels, (of_family, NARROW, NARROW, of_trainer), strict=True))
     return found
 
 
@@ -189,7 +175,6 @@ def main() -> None:
     steps = fitting_steps()
     starts = {name: start for name, (start, *_) in RANGES.items()}
     values = fit(steps, starts | {name: 1.0 for step in steps for name in step.levels})
-    values |= {step.levels[4]: 1.0 for step in steps}
     error = np.median(abs(np.expm1(errors_of(steps, values))))
     print(f"{len(steps)} rows, median error {error:.1%}: {json.dumps(values, indent=1)}")
     if args.write:

@@ -6,10 +6,12 @@
 
 Limits: over the last quarter, bf16 and fp16 within 1 %, FP8 within 2 %, FP4 within 5 % of the loss.
 Compiled fp32 at each of the first 20 steps within three times the distance that another exact way to
-compute attention makes on this device, and 1e-4 at least. The exit code is 1 beyond a limit.
+compute attention makes on this device, and 1e-4 at least. The exit code is 1 beyond a limit. A run
+that failed is named.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,13 @@ from llm_train_bench.formulas.time_statistics import bootstrap_mean
 EARLY_STEPS = 20
 EARLY_LIMIT = 1e-4
 BF16_LIMIT, FP8_LIMIT, FP4_LIMIT = 0.01, 0.02, 0.05
+# What all runs must have alike, so that they learn from the same samples.
+SAME = ("config", "data", "seed", "lr", "seq_len", "n_steps", "warmup_steps")
+
+
+def is_exact(args: Mapping[str, Any]) -> bool:
+    """Whether a run with these flags computes in fp32."""
+    return args["amp"] == "off" and not (args.get("use_fp8") or args.get("tf32"))
 
 
 def judge(
@@ -46,7 +55,7 @@ def judge(
     limit = FP8_LIMIT if args.get("use_fp8") else BF16_LIMIT
     limit = FP4_LIMIT if args.get("fp8_recipe") == "nvfp4" else limit
     ok = bool(np.isfinite(losses).all()) and abs(final) <= limit
-    if args["amp"] == "off":
+    if is_exact(args):
         limit = max(EARLY_LIMIT, 3 * noise)
         ok = ok and early <= limit
     interval = bootstrap_mean(tail.tolist()) or ()
@@ -57,31 +66,37 @@ def judge(
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="directories of one sweep or several")
-    records = [r for r in own_runs(parser.parse_args(argv).runs, Path()) if r.losses and r.result]
+    records = own_runs(parser.parse_args(argv).runs, Path())
+    flags = [r.result.args if r.result and r.result.ours else {} for r in records]
+    unlike = {str([args.get(name) for name in SAME]) for args in flags}
+    if not all(flags) or len(unlike) > 1:
+        raise UsageError(f"give runs of ours that have the same {', '.join(SAME)}")
     name_settings(records)
-    curves = [np.array([loss for _, loss in r.losses]) for r in records]
-    flags = [r.result.args for r in records if r.result]
-    if len({len(curve) for curve in curves}) > 1:
-        raise UsageError("runs differ in the number of steps that they have")
-    exact = [i for i, args in enumerate(flags) if args["amp"] == "off" and not args["pt_compile"]]
-    other = [i for i in exact if flags[i]["attention"] == "math"]
-    plain = [i for i in exact if i not in other]
-    if not plain:
-        raise UsageError("no run is the reference: eager, with --amp off")
-    reference, noise = curves[plain[0]], 0.0
-    if other:
-        noise = judge(flags[other[0]], curves[other[0]], reference)["early"]
-    verdicts = [
-        judge(args, curve, reference, noise) for args, curve in zip(flags, curves, strict=True)
-    ]
-    rows = []
-    for r, v in zip(records, verdicts, strict=True):
+    curves = [np.array([step.get("loss") for step in r.steps], dtype=float) for r in records]
+    whole = max(map(len, curves))
+    exact = [is_exact(args) and not args["pt_compile"] for args in flags]
+    found: dict[bool, list[np.ndarray]] = {True: [], False: []}  # by plain attention or not
+    for curve, args in itertools.compress(zip(curves, flags, strict=True), exact):
+        found[args["attention"] == "math"].append(curve)
+    if len(found[False]) != 1 or len(found[False][0]) < whole:
+        raise UsageError("give one eager run with --amp off, which is the reference")
+    (reference,), noise = found[False], 0.0
+    for curve in found[True]:
+        noise = judge({"amp": "off"}, curve, reference)["early"]
+    rows, ok = [], True
+    for r, args, losses in zip(records, flags, curves, strict=True):
+        if len(losses) < whole:
+            why = (r.result and r.result.error) or "it has fewer steps"
+            rows.append((r.setting, *[""] * 4, f"failed: {why}"))
+            continue
+        v = judge(args, losses, reference, noise)
         interval = ", ".join(f"{end:+.2%}" for end in v["interval"])
-        cells = f"{r.losses[-1][1]:.4f}", f"{v['early']:.1e}", f"{v['final']:+.2%} [{interval}]"
+        cells = f"{losses[-1]:.4f}", f"{v['early']:.1e}", f"{v['final']:+.2%} [{interval}]"
         rows.append((r.setting, *cells, f"{v['limit']:g}", "ok" if v["ok"] else "BEYOND"))
+        ok = ok and v["ok"]
     columns = "setting", "final loss", "largest distance, first 20", "last quarter [95 %]", "limit"
     show((*columns, "verdict"), rows)
-    return int(not all(v["ok"] for v in verdicts))
+    return int(not ok)
 
 
 if __name__ == "__main__":

@@ -277,19 +277,17 @@ def test_published_steps_are_met():
 
 def test_a_fit_finds_the_levels_that_rows_follow():
     """Speeds made with a slower architecture and a faster trainer are met, as near as priors let them."""
-    named, every = ("fms", "vectorlm", "nanogpt"), fit_estimate.fitting_steps()
-    weights = {(bool(x.row.get("doubt")), x.weight) for x in every}
-    assert weights == {(True, fit_estimate.DOUBT), (False, 1.0)}
-    ours = [x for x in every if fit_estimate.OURS in x.levels]
-    assert len(ours) == 17 and fit_estimate.spreads_of(ours)[fit_estimate.OURS] < 1e-3
-    steps = [x for x in every if x.levels[0] == "all A100" and x.row["trainer"] in named][::3]
-    slow = next(x.levels[4] for x in steps if x.row["trainer"] == "nanogpt")
+    named, every = ("fms", "vectorlm", "torchtitan"), fit_estimate.fitting_steps()
+    sources = collections.Counter(x.row["source"] for x in every)
+    single = {bool(x.row.get("doubt")): x.weight for x in every if sources[x.row["source"]] == 1}
+    assert single == {True: fit_estimate.DOUBT, False: 1.0}
+    steps = [x for x in every if x.levels[0] == "all A100"]
+    steps = [x for x in steps if x.row["trainer"] in named][::3]
     starts = {name: start for name, (start, *_) in fit_estimate.RANGES.items()}
     starts |= {name: 1.0 for step in steps for name in step.levels}
     made = []
     for step in steps:
-        wanted = starts | {"all A100": 0.8, "--trainer fms": 1.3, slow: 0.8}
-        error = fit_estimate.error_of(step, wanted)
+        error = fit_estimate.error_of(step, starts | {"all A100": 0.8, "--trainer fms": 1.1})
         speed = step.row["tokens_per_sec_per_gpu"] * math.exp(error)
         made.append(dataclasses.replace(step, row=step.row | {"tokens_per_sec_per_gpu": speed}))
     found = fit_estimate.fit(made, starts, rounds=2)
@@ -298,8 +296,7 @@ def test_a_fit_finds_the_levels_that_rows_follow():
     fms, vectorlm = (
         found[f"--trainer {name}"] * found[f"--trainer {name} on A100"] for name in named[:2]
     )
-    assert found["all A100"] < 0.95 and 1.02 < fms / vectorlm < 1.25
-    assert found[slow] < 0.95 * found["--trainer nanogpt"]  # of the project more than the trainer
+    assert found["all A100"] < 0.95 and 1.02 < fms / vectorlm < 1.12
 
 
 def test_a_row_says_how_its_gpu_differs():

@@ -500,6 +500,22 @@ def test_numerics_gate_catches_what_learns_otherwise():
         assert numerics.judge(args, curve, reference, noise)["ok"] is ok, args
 
 
+def test_numerics_judges_every_run_and_names_those_that_failed(tmp_path, capsys):
+    length = "--n-steps 4 --warmup-steps 1"
+    for amp in ("off", "bf16"):
+        trained(tmp_path / amp, TINY, f"--amp {amp} {length}")
+    (low,) = (tmp_path / "bf16").glob("*/steps.jsonl")
+    assert numerics.main([str(tmp_path)]) == 0
+    steps = low.read_text().splitlines()
+    lost = [json.dumps(json.loads(step) | {"loss": None}) for step in steps]
+    for lines, code, verdict in ((steps[:2], 0, "failed: "), (lost, 1, "BEYOND")):
+        low.write_text("\n".join(lines) + "\n")
+        assert numerics.main([str(tmp_path)]) == code and verdict in capsys.readouterr().out
+    assert numerics.main([str(low.parent)]) == 2 and "reference" in capsys.readouterr().err
+    trained(tmp_path / "seed", TINY, f"--amp bf16 --seed 7 {length}")
+    assert numerics.main([str(tmp_path)]) == 2 and "same config" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("use", "rate", "stored"),
     [({}, 800.0, 800.0), ({}, 600.0, 700.0), ({"other_processes": 1}, 800.0, 700.0),
