@@ -126,7 +126,7 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 bench: $(READY)
 	$(call each,$(BIN)/python,$(BENCHES))
 
-# Whether fast settings learn as fp32 does. On a CPU, FP8 is emulated: eight minutes on two cores.
+# Whether fast settings learn as fp32 does; what the device cannot run fails by itself. On a CPU, FP8 is emulated: eight minutes.
 numerics: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	rm -rf sweeps/numerics sweeps/numerics-layouts
 	$(PY) prepare_data.py --stdlib --output-dir data/stdlib
